@@ -123,8 +123,11 @@ class Plan:
     """Why expert parallelism can't distribute the experts; empty if it can."""
 
     tied: tuple[str, ...] = ()
-    """Modules of `before_blocks` whose parameters a module of `after_blocks` shares; a pipeline's last stage holds them
-    as well, and its forward pass does not run them."""
+    """Modules of `before_blocks` that the model uses after the last block as well, or whose parameters a module there
+    shares; a pipeline's last stage holds them, too."""
+
+    further_blocks: tuple[str, ...] = ()
+    """Modules of `after_blocks` that are checkpointed and compiled like `blocks`, after which they run in training."""
 
     can_cache: bool = True
     """Whether each `attend` may be given new tokens only, with keys and values that were kept."""

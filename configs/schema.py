@@ -124,6 +124,10 @@ class Prepare(Table):
     """Use only the first of documents with exactly the same text."""
     pack: bool = False
     """Pack whole documents into windows of training.seq_len by best fit, instead of cutting one stream into windows."""
+    mask_until: Annotated[str, Field(min_length=1)] | None = None
+    """Only the tokens behind this text give loss, such as answers behind "<|assistant|>" (docs/data.md)."""
+    mask_after: Annotated[Annotated[str, Field(min_length=1)] | None, only_with("mask_until")] = None
+    """The tokens behind this text give no loss again, until the next mask_until: the end of an answer."""
 
 
 class Data(Table):
@@ -531,7 +535,8 @@ class Metrics(Table):
     sink: ImportPath | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/metrics.md)."""
     fingerprint: bool = False
-    """Record a fingerprint of every step's gradients, for `keel replay` to compare with the recomputed step's."""
+    """Record a fingerprint of every step's gradients, for `keel replay` and `keel reproduce` to compare with the
+    recomputed step's."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
     eighth of a step longer, two steps with a pipeline; docs/metrics.md); 0: never."""

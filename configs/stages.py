@@ -9,6 +9,7 @@ from functools import cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
+from configs.architectures.llama import n_further
 from configs.errors import ConfigError
 from configs.layout import active_matrices, attention_features, layer_matrices
 from configs.schema import AnyModel, Config, is_described
@@ -79,6 +80,10 @@ def _even_split(config: Config) -> Sequence[int]:
     memory[0] += vocabulary
     memory[-1] += vocabulary
     time[-1] += vocabulary
+    if is_described(model) and (further := n_further(model)):  # each a layer, what it joins, and the head again
+        joined = 2 * model.dim**2
+        memory[-1] += further * (layer + joined) + vocabulary
+        time[-1] += further * (layer_time + joined + vocabulary)
     least = [(time[stage], memory[stage], -stage) for stage in range(stages)]
     heapify(least)
     for _ in range(model.n_layers - stages):

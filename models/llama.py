@@ -10,6 +10,7 @@ never have to exist.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,50 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures import init_stds, tensor_parallel_roles
-from configs.architectures.llama import ATTENTION, block_norms, embedding_scale, is_mixture, rope_dim
+from configs.architectures.llama import ATTENTION, embedding_scale, further_block, n_further, rope_dim
 from configs.architectures.parts import head_dim
 from configs.plan import Plan
 from configs.schema import Model
-from models.attention import Attention, LatentAttention, Mask, document_mask
+from models.attention import Mask, document_mask
+from models.block import Block
 from models.documents import Documents, has_kernel
-from models.feed_forward import FeedForward
 from models.moe import Load, MixtureOfExperts
+from models.multi_token import MultiToken
 from models.norm import OffsetNorm, norm
 from models.rotary import RotaryEmbedding
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each applied to the residual stream and added to it, with norms around them."""
-
-    def __init__(self, config: Model, layer: int) -> None:
-        super().__init__()
-        self.norms = block_norms(config)
-        before_attention, after_attention, before_mlp, after_mlp = self.norms
-        self._add_norm(config, before_attention)
-        self.self_attn = (LatentAttention if config.attention == "latent" else Attention)(config, layer)
-        self._add_norm(config, after_attention)
-        self._add_norm(config, before_mlp)
-        self.mlp = MixtureOfExperts(config) if is_mixture(config, layer) else FeedForward(config, config.ffn_dim)
-        self._add_norm(config, after_mlp)
-
-    def _add_norm(self, config: Model, name: str) -> None:
-        if name:
-            self.add_module(name, norm(config, config.dim))
-
-    def _normed(self, x: Tensor, name: str) -> Tensor:
-        return getattr(self, name)(x) if name else x
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> tuple[Tensor, Load | None]:
-        """x: (batch, seq, dim) -> the same shape, and the load of the experts (None in a dense layer)."""
-        before_attention, after_attention, before_mlp, after_mlp = self.norms
-        x = x + self._normed(self.self_attn(self._normed(x, before_attention), cos, sin, mask), after_attention)
-        normed = self._normed(x, before_mlp)
-        if isinstance(self.mlp, MixtureOfExperts):
-            out, load = self.mlp(normed)
-            return x + self._normed(out, after_mlp), load
-        return x + self._normed(self.mlp(normed), after_mlp), None
+Loss = Callable[..., Tensor]
+"""(hidden (batch, seq, dim), head weight (vocab, dim)) -> loss; other `targets` (batch, seq) may be given by name."""
 
 
 class Head(nn.Linear):
@@ -82,7 +53,8 @@ class Llama(nn.Module):
     """The model; `config` is the job file's `[model]`.
 
     A pipeline stage is this model with some layers removed. `embed_tokens` is None unless it is the first stage, or the
-    last one and tied to the head; `norm` and `lm_head` are None unless it is the last. Everything else keeps its name.
+    last one and tied to the head or used by `multi_token`; `norm` and `lm_head` are None, and `multi_token` is empty,
+    unless it is the last. Everything else keeps its name.
     """
 
     embed_tokens: nn.Embedding | None
@@ -98,6 +70,7 @@ class Llama(nn.Module):
         self.lm_head = Head(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.multi_token = nn.ModuleDict({str(i): MultiToken(config, i) for i in range(n_further(config))})
         self.embedding_scale = embedding_scale(config)
         self.rotary = RotaryEmbedding(rope_dim(config), config.rope_theta, config.rope_scaling)
         near = config.window_rope_theta
@@ -111,6 +84,7 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
         loss: Loss | None = None,
+        further: Tensor | None = None,
     ) -> Tensor:
         """Compute the logits or the loss.
 
@@ -119,6 +93,8 @@ class Llama(nn.Module):
             positions: (1 or batch, seq). Default: 0, 1, 2, ...
             documents: restricts attention to earlier tokens of the same document. Default: all earlier tokens.
             loss: called with the normed hidden states and the head's weight.
+            further: (batch, seq, depth + 1), the tokens that follow each token, the next one first; negative: unknown.
+                With it the gradients have the loss of the modules that predict further tokens; `loss` takes `targets`.
 
         Returns:
             Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
@@ -132,10 +108,44 @@ class Llama(nn.Module):
         mask = None if documents is None else self.mask(documents, x.dtype)
         for block in self.layers.values():
             x, load = block(x, *(angles_near if cast(Block, block).self_attn.window else angles), mask)
-            # Recorded outside the block, which activation checkpointing runs twice. Validation is not counted.
-            if load is not None and torch.is_grad_enabled():
-                cast(MixtureOfExperts, block.mlp).router.record(load)
-        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
+            _record(cast(Block, block), load)
+        if self.norm is None or self.lm_head is None:
+            return x
+        x = self.norm(x)
+        result = self.lm_head(x, loss)
+        if loss is None or further is None or not self.multi_token:
+            return result
+        carried = self._further_loss(x, further, loss, (angles, angles_near), mask)
+        return result + (carried - carried.detach())  # 0, which has the gradients
+
+    def _further_loss(
+        self,
+        x: Tensor,
+        further: Tensor,
+        loss: Loss,
+        angles: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+        mask: Mask | None,
+    ) -> Tensor:
+        """The weighted loss of the modules that predict further tokens, a scalar.
+
+        Args:
+            x: (batch, seq, dim), normed.
+            further, loss: as for `forward`.
+            angles: of layers that see all tokens, and of those with a window.
+            mask: as for the blocks.
+        """
+        assert self.lm_head is not None
+        total = torch.zeros((), device=x.device)
+        for depth, module in enumerate(cast("dict[str, MultiToken]", self.multi_token).values()):
+            seen = further[..., depth]
+            targets = further[..., depth + 1]
+            near = bool(module.block.self_attn.window)
+            x, normed, load = module(x, self._embedded(seen.clamp(min=0)), *angles[near], mask)
+            _record(module.block, load)
+            found = self.lm_head(normed, partial(loss, targets=targets))
+            module.record(found, targets)
+            total = total + found
+        return total * (self.config.multi_token.loss_weight / len(self.multi_token))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None
@@ -156,14 +166,17 @@ class Llama(nn.Module):
     @property
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""
+        further = tuple(f"multi_token.{name}" for name in self.multi_token)
+        inner = tuple(further_block(int(name)) for name in self.multi_token)
         there = dict(self.named_children())
         blocks = tuple(f"layers.{name}" for name in self.layers)
         before = tuple(name for name in ("embed_tokens",) if name in there)
-        after = tuple(name for name in ("norm", "lm_head") if name in there)
-        # A tied matrix is needed at both ends of the forward pass. It stays in the root's group, gathered throughout.
-        groups = tuple((block,) for block in blocks)
+        after = (*further, *(name for name in ("norm", "lm_head") if name in there))  # the head is the last
+        # A matrix that is used at both ends of the forward pass stays in the root's group, gathered throughout.
+        is_shared = self.config.tie_embeddings or n_further(self.config) > 0
+        groups = tuple((block,) for block in (*blocks, *further))
         mixtures = [
-            f"layers.{name}.mlp" for name, block in self.layers.items() if isinstance(block.mlp, MixtureOfExperts)
+            f"{name}.mlp" for name in (*blocks, *inner) if isinstance(self.get_submodule(name).mlp, MixtureOfExperts)
         ]
         return Plan(
             blocks=blocks,
@@ -172,9 +185,9 @@ class Llama(nn.Module):
             can_be_cut=True,
             before_blocks=before,
             after_blocks=after,
-            fsdp_groups=groups if self.config.tie_embeddings else tuple(filter(None, (before, *groups, after))),
-            attention=tuple(f"{block}.{ATTENTION}" for block in blocks),
-            mixers=tuple(f"{block}.{ATTENTION}" for block in blocks),
+            fsdp_groups=groups if is_shared else tuple(filter(None, (before, *groups, after))),
+            attention=tuple(f"{block}.{ATTENTION}" for block in (*blocks, *inner)),
+            mixers=tuple(f"{block}.{ATTENTION}" for block in (*blocks, *inner)),
             experts=tuple(f"{mixture}.experts" for mixture in mixtures),
             routers=tuple(f"{mixture}.router" for mixture in mixtures),
             tensor_parallel={
@@ -182,7 +195,8 @@ class Llama(nn.Module):
                 for name, role in tensor_parallel_roles(self.config).items()
                 if ".".join(name.split(".")[:2]) in (*before, *blocks, *after)
             },
-            tied=before if self.config.tie_embeddings else (),
+            tied=before if is_shared else (),
+            further_blocks=further,
             save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
             can_cache=self.config.window is None,
         )
@@ -190,3 +204,9 @@ class Llama(nn.Module):
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None for those that start at one."""
         return init_stds(self.config)[name]
+
+
+def _record(block: Block, load: Load | None) -> None:
+    """Count the experts' load outside the block, which activation checkpointing runs twice; validation is not."""
+    if load is not None and torch.is_grad_enabled():
+        cast(MixtureOfExperts, block.mlp).router.record(load)

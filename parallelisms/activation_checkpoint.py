@@ -61,7 +61,7 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
         ConfigError: the config names an op, a layer or an n-th matrix that does not exist.
     """
     plan = plan_of(model)
-    blocks = [model.get_submodule(name) for name in plan.blocks]
+    blocks = [model.get_submodule(name) for name in (*plan.blocks, *plan.further_blocks)]
     if config.mode == "budget":
         for block in blocks:
             _compile_within_budget(block, config.memory_budget)
@@ -69,7 +69,8 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
         declare_attention_deterministic()
         selected = selected_layers(config, plan.n_blocks)
         for number, block in enumerate(blocks, start=plan.first_block):
-            if number in selected:
+            is_further = number >= plan.first_block + len(plan.blocks)
+            if number in selected or is_further:
                 _checkpoint(block, config, plan.save_ops)
 
 

@@ -45,7 +45,8 @@ def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:
         ConfigError: in the first step, if torch can't trace a block as one graph.
     """
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_GRAPHS)
-    for name in plan_of(model).blocks:
+    plan = plan_of(model)
+    for name in (*plan.blocks, *plan.further_blocks):
         block = model.get_submodule(name)
         block.forward = _compiled(block.forward, name, options)
 

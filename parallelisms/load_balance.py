@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from configs.architectures import block_names
 from configs.plan import Counter, Router, counters_of, plan_of, routers_of
 from configs.schema import Config, is_described
 from parallelisms.mesh import Mesh
@@ -78,7 +79,8 @@ class LoadBalance:
             self._routers |= routers_of(stage)
             for name, counter in counters_of(stage).items():
                 self._counters[name] = counter
-                block = next(i for i, block in enumerate(plan.blocks) if name.startswith(f"{block}."))
+                blocks = enumerate((*plan.blocks, *plan.further_blocks))
+                block = next(i for i, block in blocks if name.startswith(f"{block}."))
                 self._layers.append(plan.first_block + block)
         self._counts = torch.zeros(0)
         """(counters, n_experts + 1), last step: tokens of each expert, and the entropy. In float64, which represents
@@ -119,7 +121,8 @@ class LoadBalance:
         n_experts = self._n_experts
         if not n_experts:
             return None
-        whole = torch.zeros(self._config.n_layers, n_experts + 1, dtype=torch.float64, device=self._mesh.device)
+        n_layers = len(block_names(self._config)) if is_described(self._config) else self._config.n_layers
+        whole = torch.zeros(n_layers, n_experts + 1, dtype=torch.float64, device=self._mesh.device)
         if self._counters:
             whole[self._layers] = self._summed()
         rows = self._mesh.sum_over_pp(whole).tolist()

@@ -31,6 +31,7 @@ from parallelisms.torch_internals import (
     process_groups,
     set_timeout,
     settle_segments,
+    sharing_groups,
     store_itself,
     timeouts_of,
 )
@@ -38,6 +39,8 @@ from parallelisms.torch_internals import (
 _GLOO_CONNECTS_LAZILY = "TORCH_GLOO_LAZY_INIT"
 _RANKS_CONNECTED_AT_ONCE = 64
 """Three groups of this size make 189 connections per rank, and do not need the store later: it dies with torchrun."""
+_INSIDE_LAYERS = ("cp", "ep")
+"""Axes along which the layers communicate while FSDP gathers the next ones' parameters. See `build_mesh`."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,9 @@ def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.Red
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """This rank's process groups, by the mesh axis along which their ranks are arranged."""
     meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
+    of_experts = (mesh.ep, mesh.expert_fsdp) if mesh.sizes.ep > 1 else ()
     shard = {
-        str(name): axes[name].get_group()
-        for axes in (mesh.ep, mesh.expert_fsdp, mesh.fsdp)
-        for name in axes.mesh_dim_names or ()
+        str(name): axes[name].get_group() for axes in (*of_experts, mesh.fsdp) for name in axes.mesh_dim_names or ()
     }
     groups = {name: axis.get_group() for name, axis in meshes.items()} | shard
     stage = mesh.stage.get_group()
@@ -215,7 +217,23 @@ def end_process_group() -> None:
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
-    """Arrange the ranks of the process group as `sizes` says. Every new group gets the default group's time-out."""
+    """Arrange the ranks of the process group as `sizes` says. Every new group gets the default group's time-out.
+
+    Axes with the same ranks share a process group: on GPUs each that communicates has an NCCL communicator, of half a
+    GiB. A communicator runs its collectives one after another, in the order in which they were issued, whatever their
+    streams. So axes may share one only if none waits in vain for another. Those of `_INSIDE_LAYERS` would: FSDP issues
+    the gathers of the next layers ahead of a layer's own collectives, which would then queue behind them. They have
+    communicators of their own, even where their ranks are all ranks. The others' (sums of tokens, losses and norms, the
+    update) are issued between passes, when FSDP's are over or must wait for them anyway. Since one thread issues the
+    same collectives in the same order on every rank (the order guard verifies it), sharing cannot deadlock.
+    """
+    with sharing_groups(_INSIDE_LAYERS):
+        arranged = _arranged(sizes, device)
+    _hold_to_timeout()
+    return arranged
+
+
+def _arranged(sizes: MeshSizes, device: torch.device) -> Mesh:
     mesh = init_device_mesh(
         device.type,
         (sizes.pp, sizes.token_ranks, sizes.tp),
@@ -227,26 +245,24 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         # By index: torch 2.11's `_unflatten` refuses every name, because its check of names is inverted.
         return mesh._unflatten(dimension, tuple(into.values()), tuple(into), _backends(device, into))
 
-    axes = cut(mesh, 1, {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp})
+    axes = cut(mesh, 1, {"dp": sizes.dp, "cp": sizes.cp})
     fsdp = cut(mesh, 1, {"replicas": sizes.replicas, "shard": sizes.fsdp_shard})
     experts = cut(fsdp, 2, {"expert_shard": sizes.expert_shard, "ep": sizes.ep})
     replicas = ("replicas",) if sizes.replicas > 1 else ()
-    arranged = Mesh(
+    return Mesh(
         sizes=sizes,
         device=device,
         fsdp=fsdp[*replicas, "shard"],
         cp=axes["cp"],
         tp=mesh["tp"],
         pp=mesh["pp"],
-        dp=axes["dp_replicate", "dp_shard"]._flatten("dp", **_backends(device, {"backend_override": sizes.dp})),
+        dp=axes["dp"],
         tokens=mesh["tokens"],
         stage=_stage(mesh, sizes, device),
         # Without expert parallelism the slice is not needed, and torch 2.11 refuses it where a shard is one rank.
         ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
         expert_fsdp=experts[*replicas, "expert_shard"],
     )
-    _hold_to_timeout()
-    return arranged
 
 
 def _stage(mesh: DeviceMesh, sizes: MeshSizes, device: torch.device) -> DeviceMesh:
@@ -263,7 +279,9 @@ def _backends(device: torch.device, sizes: Mapping[str, int]) -> Any:
     """
     if device.type != "cuda":
         return {}
-    return {name: "nccl" for name, size in sizes.items() if size < dist.get_world_size()}
+    world_size = dist.get_world_size()
+    apart = {name for name, size in sizes.items() if name in _INSIDE_LAYERS and size > 1}
+    return {name: "nccl" for name, size in sizes.items() if size < world_size or name in apart}
 
 
 def _hold_to_timeout() -> None:

@@ -39,13 +39,13 @@ def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Json]) ->
     """Run `action` on the first rank of `group` only (None: of all); all ranks return its result or raise its error."""
     failure: Exception | None = None
     content = b""
-    if _is_first(group):
+    if is_first(group):
         try:
             content = json.dumps([action(), None]).encode()
         except Exception as error:
             failure = error
             content = json.dumps([None, error_as_json(error)]).encode()
-    result, told = json.loads(_broadcast(content, group))
+    result, told = json.loads(broadcast(content, group))
     if told is not None:
         raise failure or error_of(told)
     return result
@@ -72,12 +72,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_first(group: dist.ProcessGroup | None) -> bool:
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the first rank of `group` (None: of all)."""
     return dist.get_rank(group) == 0
 
 
-def _broadcast(content: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """The bytes of the group's first rank, on all."""
+def broadcast(content: bytes, group: dist.ProcessGroup | None) -> bytes:
+    """The bytes of the group's first rank, on all, which must call it."""
     if dist.get_world_size(group) == 1:
         return content
     device = _device(group)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from configs.schema import Comm
+from parallelisms.nccl import KERNELS_IN_ORDER, configure_nccl
 from parallelisms.torch_internals import stream_for_each_group
 
 
@@ -26,7 +27,6 @@ def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device)
     """Set up the queues of models whose parameters are in memory; each pipeline stage has its own."""
     if device.type == "cpu" or comm.streams == "shared":
         return
-    _order_kernels()
     for stage in stages:
         if isinstance(stage, FSDPModule):
             separate_streams(cast(nn.Module, stage))
@@ -61,13 +61,5 @@ def separate_streams(model: nn.Module) -> int:
     on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if on_meta is not None:
         raise ValueError(f"{on_meta} is on the meta device; first give the parameters memory (model.to_empty)")
-    _order_kernels()
+    configure_nccl(KERNELS_IN_ORDER, os.environ)  # for programs other than Keel's, which has done it by now
     return stream_for_each_group(model)
-
-
-def _order_kernels() -> None:
-    """Let NCCL start the kernels of different communicators, which run concurrently, in one order on all ranks.
-
-    Otherwise they could deadlock. NCCL reads it with the first communicator, at the first collective on a GPU.
-    """
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

@@ -3,7 +3,8 @@
 Sharding a parameter or moving it off the meta device makes a new tensor for each module that holds it, which would
 silently turn one tied matrix into two.
 
-In a pipeline the first stage embeds and the last one has the head, so both hold the matrix under its one name. They
+In a pipeline the first stage embeds and the last one has the head, so both hold the matrix under its one name. So it is
+with an embedding that modules on the last stage read as well, to predict further tokens. Both ends
 draw the same initial values, add up their gradients (a sum of two has the same bits in either order), and compute one
 update from equal moments. A checkpoint has it once. What is summed over the whole model, such as the norm of the
 gradients, counts it on the first stage.

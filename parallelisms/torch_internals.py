@@ -11,15 +11,17 @@ is added, or has disappeared from torch.
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, ClassVar, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -312,6 +314,30 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+@contextmanager
+def sharing_groups(apart: Collection[str]) -> Iterator[None]:
+    """Let the dimensions of the meshes built inside this context share a process group if they have the same ranks.
+
+    By default torch makes a group for each dimension. All ranks make all groups, those of others included, in the same
+    order, so they share alike.
+
+    Args:
+        apart: names of dimensions whose groups these alone share.
+    """
+    made: dict[tuple[object, ...], Any] = {}
+    make = device_mesh.new_group
+
+    def shared(ranks: Sequence[int], backend: str | None, group_desc: str, **options: Any) -> Any:
+        is_apart = len(ranks) > 1 and group_desc.removeprefix("mesh_") in apart
+        key = (*ranks, backend, is_apart)
+        if key not in made:
+            made[key] = make(ranks=ranks, backend=backend, group_desc=group_desc, **options)
+        return made[key]
+
+    with patch.object(device_mesh, "new_group", shared):
+        yield
+
+
 def timeouts_of(group: dist.ProcessGroup) -> dict[str, timedelta]:
     """How long a collective of a group may take, by device type; empty for backends that never wait."""
     options = {device.type: getattr(group._get_backend(device), "options", None) for device in group._device_types}
@@ -322,6 +348,38 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set how long collectives of a group may take, on each of its backends."""
     if timeouts_of(group):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _gpu_backends() -> list[Any]:
+    """The NCCL backends of this rank's process groups, in the order in which they were made."""
+    cuda = torch.device("cuda")
+    backends = [group._get_backend(cuda) for group in process_groups() if cuda in group._device_types]
+    return [backend for backend in backends if backend.name() == "nccl"]  # gloo has tensors on GPUs, too
+
+
+def uses_nccl() -> bool:
+    """Whether this rank communicates on a GPU."""
+    return bool(_gpu_backends())
+
+
+def abort_collectives() -> None:
+    """Abort NCCL's communicators: whoever waits in one of their collectives goes on, and the next one raises.
+
+    torch's `_abort_process_group` forgets the groups, too, which a thread that still runs asks for its rank. As there,
+    all are aborted in one group of calls, since they might wait for each other (pytorch/pytorch#119797).
+    """
+    backends = _gpu_backends()
+    if not backends:
+        return
+    backends[0]._group_start()
+    for backend in reversed(backends):
+        backend.abort()
+    backends[0]._group_end()
+
+
+def recorded_by_nccl() -> bytes:
+    """What torch's flight recorder has of this rank's collectives on a GPU, as `torchfrtrace` reads it."""
+    return cast(Any, torch._C._distributed_c10d)._dump_nccl_trace() if uses_nccl() else b""
 
 
 def collectives_issued() -> dict[str, int]:

@@ -46,7 +46,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--separator",
-        type=_separator,
+        type=separator,
         default="",
         metavar="S",
         help=r"cut .txt files into documents at each S; \n is a line end, \t a tab",
@@ -81,7 +81,7 @@ def admit_own_model(options: argparse.Namespace) -> None:
         admit(options.architecture, "--model.architecture")
 
 
-def _separator(text: str) -> str:
+def separator(text: str) -> str:
     """Parse a separator from a command line, where line ends and tabs are hard to type."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 

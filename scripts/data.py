@@ -13,7 +13,8 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,11 @@ from trainer.report.console import Console
 from trainer.report.units import count
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from scripts.microscope.documents import Document
     from scripts.microscope.run_data import Reading, RunData, Use
+    from trainer.data.token_file import TokenFolder
 
 _EXCERPT = 60  # characters
 
@@ -69,7 +73,8 @@ def step(options: argparse.Namespace, console: Console) -> None:
         console.line(f"sample {reading.sample}: {reading.source}{epoch}{window}")
         for part in _parts(run, reading, None if options.full else _EXCERPT):
             whole = "whole" if part["tokens"] == part["of"] else f"{part['tokens']} of {part['of']} tokens"
-            console.line(f"  document {part['document']} ({whole}, {part['file']}): {part['text']}")
+            loss = f", {part['with_loss']} with loss" if "with_loss" in part else ""
+            console.line(f"  document {part['document']} ({whole}{loss}, {part['file']}): {part['text']}")
 
 
 def find(options: argparse.Namespace, console: Console) -> None:
@@ -87,11 +92,13 @@ def find(options: argparse.Namespace, console: Console) -> None:
             console.line(f"and more: --most shows more than {options.most}")
             break
         uses = run.uses(source, start, stop)
+        with_loss = _with_loss(run.tokens_of(source).folder, start, stop)
         if options.json:
-            place = {"source": source, "document": document.number, "tokens": [start, stop]}
+            place = {"source": source, "document": document.number, "tokens": [start, stop]} | with_loss
             console.line(json.dumps(place | {"uses": [asdict(use) for use in uses]}))
             continue
-        console.line(f"{source}: document {document.number}, tokens {start} to {stop - 1} ({document.file})")
+        loss = f", {with_loss['with_loss']} of {stop - start} with loss" if with_loss else ""
+        console.line(f"{source}: document {document.number}, tokens {start} to {stop - 1}{loss} ({document.file})")
         for line in _use_lines(run, uses, run.history.last_step if options.step is None else options.step):
             console.line(f"  {line}")
     if not n_found:
@@ -142,8 +149,7 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
         start = max(document.start, piece[0])
         stop = min(document.stop, piece[1])
         shown = stop if excerpt is None else min(stop, start + 4 * excerpt)  # tokens of no text may come first
-        ids = folder.read(start, shown - start).tolist()
-        text = run.tokenizer.decode(ids) if run.tokenizer else " ".join(map(str, ids))
+        text = _text(run, *folder.read_with_mask(start, shown - start))
         if excerpt is not None:
             text = repr(text[:excerpt]) + ("..." if len(text) > excerpt or shown < stop else "")
         yield {
@@ -152,7 +158,27 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
             "tokens": stop - start,
             "of": document.stop - document.start,
             "text": text,
-        }
+        } | _with_loss(folder, start, stop)
+
+
+def _text(run: "RunData", ids: "np.ndarray", gives_none: "np.ndarray | None") -> str:
+    """The text of tokens; what gives no loss is in brackets."""
+    tokens = ids.tolist()
+    mask = [False] * len(tokens) if gives_none is None else gives_none.tolist()
+    text = ""
+    for is_masked, part in groupby(zip(mask, tokens, strict=True), key=itemgetter(0)):
+        words = [token for _, token in part]
+        decoded = run.tokenizer.decode(words) if run.tokenizer else " ".join(map(str, words))
+        text += f"[no loss: {decoded}]" if is_masked else decoded
+    return text
+
+
+def _with_loss(folder: "TokenFolder", start: int, stop: int) -> dict[str, int]:
+    """How many of some tokens give loss, under the key `with_loss`; nothing if the folder has no loss mask."""
+    if not folder.has_mask:
+        return {}
+    _, gives_none = folder.read_with_mask(start, stop - start)
+    return {} if gives_none is None else {"with_loss": int((~gives_none).sum())}
 
 
 def _places(run: "RunData", options: argparse.Namespace) -> Iterator[tuple[str, "Document", int, int]]:

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 max_shard_bytes=options.max_shard_size or parse_size(DEFAULT_SHARD_SIZE),
                 verify=options.verify,
                 progress=report,
+                warn=console.warning,
             )
 
     return run_command(work, "stopped; nothing was written")

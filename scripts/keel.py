@@ -33,6 +33,7 @@ _SCRIPTS = {
     "fork": ("fork", "begin another run at a checkpoint of a run, with other keys or data"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
     "replay": ("replay", "compute steps again, and compare them with what the run recorded"),
+    "reproduce": ("reproduce", "let others compute steps of a run again, from one small file"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
     "export": ("export_hf", "export a checkpoint's model to Hugging Face format, or its optimizer state"),
     "import": ("import_hf", "import a Hugging Face model as a checkpoint"),

@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, object]] = {
         "model.router.groups_per_token": 2,
         "model.router.scaling_factor": 2.5,
     },
+    "further tokens": {"model.multi_token": "{depth = 2, loss_weight = 0.5}"},
     "norms after": {"model.norm_position": "after"},
     "norms before and after": {"model.norm_position": "both"},
     "norms with an offset": {"model.norm_offset": "true", "model.qk_norm": "head"},
@@ -81,6 +82,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "model.router.load_balance": "bias_and_auxiliary_loss",
         "model.router.bias_update_rate": 0.01,
         "model.rope_scaling": '{kind = "yarn", factor = 4.0, original_seq_len = 16}',
+        "model.multi_token": "{depth = 1}",
         **DOCUMENTS,
     },
     "gate, squared relu, experts, window": {

@@ -106,6 +106,7 @@ def draw(seed: int, number: int) -> Draw:
     # Last, so that the draws of a seed are as before these existed.
     run |= _some(dice, 0.3, {"model.qk_norm": "head"}) | _options(dice)
     run = _with_latents(dice, run) | _groups(dice, run)
+    run |= _some(dice, 0.15, {"model.multi_token": f"{{depth = {dice.choice((1, 2))}, loss_weight = 0.5}}"})
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
 

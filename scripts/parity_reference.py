@@ -10,6 +10,7 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
+from scripts.parity_further import FurtherTokens
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate
 from trainer.optimizers.rule import rule_of
@@ -83,6 +85,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         targets = torch.cat([batch.targets for batch in micro_batches])
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
         choices = _Choices(model, config)
+        further = FurtherTokens(model, config)
         if document_ids:
             logits = each_document_alone(model, tokens, torch.cat(document_ids))
         elif config.float8.recipe != "none":
@@ -91,7 +94,10 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             logits = model(tokens)
         loss = _loss(config, logits.flatten(0, 1), targets.flatten())
         squares = logits.logsumexp(-1)[targets != IGNORED].square()
-        (loss + config.training.z_loss_weight * squares.mean() + choices.auxiliary_loss(tokens.shape)).backward()
+        whole = loss + config.training.z_loss_weight * squares.mean()
+        ids = torch.cat(document_ids) if document_ids else None
+        whole = whole + further.loss(tokens, targets, ids, partial(_total, config))
+        (whole + choices.auxiliary_loss(tokens.shape)).backward()
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
@@ -115,6 +121,15 @@ def _loss(config: Config, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets)
     is_valid = targets != IGNORED
     return code_of(config.training.loss)(logits[is_valid], targets[is_valid]).mean()
+
+
+def _total(config: Config, logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over the valid tokens, with the z-loss; logits: (tokens, vocab)."""
+    is_valid = targets != IGNORED
+    if not is_valid.any():
+        return logits.sum() * 0
+    z_loss = config.training.z_loss_weight * logits[is_valid].logsumexp(-1).square().sum()
+    return _loss(config, logits, targets) * is_valid.sum() + z_loss
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -360,7 +375,7 @@ def _plain_optimizers(
         own = [{"params": [p], "freeze": False, **_group_settings(config, name, p)} for name, p in parameters.items()]
         return [rule_of(config.name)(config).build(own)]
     of_experts = tuple(f"{module}." for module in plan.experts)
-    in_blocks = tuple(f"{block}." for block in plan.blocks)
+    in_blocks = tuple(f"{block}." for block in (*plan.blocks, *plan.further_blocks))
     is_muons = {
         name: config.name == "muon" and name.startswith(in_blocks) and p.ndim == 2 + name.startswith(of_experts)
         for name, p in parameters.items()

@@ -192,6 +192,7 @@ def table() -> Iterator[Row]:
     yield from float8_rows()
     yield from qk_norm_rows()
     yield from tied_rows()
+    yield from further_rows()
     yield from option_rows()
 
 
@@ -356,6 +357,34 @@ def tied_rows() -> Iterator[Row]:
         yield Row(f"tied, {name}, eager", ranks, words(_selective(sizes, 2, compiled=False)), words(tied | run))
     compiled = words(_selective({"pp": 2, "dp_shard": 2}, 2, compiled=True))
     yield Row("tied, PP 2 x FSDP 2, compiled", 4, compiled, words(tied))
+
+
+def further_rows() -> Iterator[Row]:
+    """Modules that predict further tokens, whose embedding a pipeline holds on both ends; `option_rows` has more."""
+    owner = {"dp_replicate": 2, "dp_shard": 1, "fsdp.partition": "owner"}
+    muon: dict[str, object] = {"optimizer.name": "muon", "training.z_loss_weight": 0.1}
+    tied: dict[str, object] = {"model.tie_embeddings": "true"}
+    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
+        "1 process": (1, {}, tied),
+        "FSDP 2, ZeRO 1": (2, {"dp_shard": 2, "fsdp.zero_stage": 1}, {}),
+        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
+        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, tied),
+        "CP 2 ring, documents": (2, {"cp": 2, "context.method": "ring"}, DOCUMENTS),
+        "CP 2 all_to_all": (2, {"cp": 2, "context.method": "all_to_all"}, {}),
+        "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}, {}),
+        "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}, {}),
+        "PP 2, tied": (2, {"pp": 2}, tied),
+        "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, muon),
+        "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}, {}),
+        "PP 2 x CP 2, documents": (4, {"pp": 2, "cp": 2}, DOCUMENTS),
+        "owner 2 x PP 2": (4, {**owner, "pp": 2}, {}),
+    }
+    further = OPTIONS["further tokens"]
+    for name, (ranks, sizes, run) in meshes.items():
+        yield Row(f"further, {name}, eager", ranks, words(_selective(sizes, 2, compiled=False)), words(further | run))
+    for mode in ("none", "full", "selective"):
+        overrides = _selective({"dp_shard": 2, "tp": 2}, 2, compiled=True) | {"activation_checkpoint.mode": mode}
+        yield Row(f"further, FSDP 2 x TP 2, {mode}, compiled", 4, words(overrides), words(further))
 
 
 def option_rows() -> Iterator[Row]:

@@ -89,6 +89,11 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
             "at the peak",
             f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {estimate.peak.name}",
         ),
+        *(
+            [("communicators", f"about {size(estimate.communicators)} beside that, for NCCL (estimate)")]
+            if estimate.communicators
+            else []
+        ),
         *([("fits", does_not_fit(config, ranks, device_bytes) or "yes")] if device_bytes else []),
         ("built in", duration(time.perf_counter() - started)),
         ("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"),
@@ -347,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan: dict[str, Any] = {"job": config.job.name, "ranks": ranks, "memory": dict(memory)}
             plan |= {"traced": {kinds: dict(traffic) for kinds, traffic in traced.items()}} if traced else {}
             plan |= {"device": options.device, "time": time_as_json(step, options.price)} if step else {}
-            plan |= {"proof": proof._asdict()} if proof else {}
+            plan |= {"proof": vars(proof)} if proof else {}
             print(json.dumps(plan, indent=2))
             _require_no_problem(proof)
             return

@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command
+from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
 from trainer.data.text.prepare import prepare
 from trainer.data.text.prepared_folder import RECORD, described
 from trainer.report.console import Console
@@ -21,7 +21,10 @@ from trainer.report.console import Console
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the preparation; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.mask_after and not options.mask_until:
+        parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
 
     def work(console: Console) -> None:
         make = partial(
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             separator=options.separator,
             drop_duplicates=options.drop_duplicates,
             pack=options.pack,
+            mask_until=options.mask_until,
+            mask_after=options.mask_after,
             say=console.line,
         )
         if (options.output / RECORD).exists():
@@ -79,7 +84,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SEQ_LEN",
         help="pack whole documents into windows of this training.seq_len; the default is one stream, cut into windows",
     )
+    add(
+        "--mask-until",
+        type=_marker,
+        metavar="TEXT",
+        help=r"only tokens behind this text give loss: an answer behind '<|assistant|>'; \n is a line end, \t a tab",
+    )
+    add(
+        "--mask-after",
+        type=_marker,
+        metavar="TEXT",
+        help="tokens behind this text give no loss again, until the next --mask-until: the end of an answer",
+    )
     return parser
+
+
+def _marker(text: str) -> str:
+    """The type of an option that is a text to look for."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is everywhere; give the text that marks the place")
+    return separator(text)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def replay(
     folder.mkdir(parents=True, exist_ok=True)
     planned = plan(run, step, folder)
     console.line(f"{run}: computing {_steps(planned)} again, from {planned.checkpoint or 'the initial weights'}")
-    _compute(planned, ranks or planned.launch.ranks, words, folder.resolve())
+    compute_again(planned, ranks or planned.launch.ranks, words, folder.resolve())
     verdict = judge(planned, folder / "run")
-    for line in _said(planned, verdict):
+    for line in said(planned, verdict):
         console.line(line)
     return verdict.holds
 
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 # --------------------------------------------------------------------------- computing
 
 
-def _compute(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:
+def compute_again(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:
     """Compute the steps on ranks of their own."""
     from scripts.proof.replay import JOB_NAME
 
@@ -180,7 +180,7 @@ def _steps(plan: "Plan") -> str:
     return f"step {plan.last}" if plan.first == plan.last else f"steps {plan.first} to {plan.last}"
 
 
-def _said(plan: "Plan", verdict: "Verdict") -> Iterator[str]:
+def said(plan: "Plan", verdict: "Verdict") -> Iterator[str]:
     """The verdict in words."""
     found = verdict.difference
     if found is None:

@@ -56,6 +56,7 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     import torch.distributed as dist
 
     from parallelisms.mesh import start_process_group
+    from parallelisms.nccl import configure_nccl, nccl_settings
     from parallelisms.ranks import on_rank_zero
     from scripts.comparison.score import score, write_scores
     from trainer.guards.environment import device_type
@@ -63,6 +64,8 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
 
     kind = device_type(job)
     set_numerics(job.config.training, kind)
+    if kind == "cuda":
+        configure_nccl(nccl_settings(job.config), os.environ)
     device = start_process_group(kind, job.config.job.timeout_seconds)
     try:
         found = score(with_tokenizer_of(checkpoint, job), checkpoint, device, console)

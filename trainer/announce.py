@@ -17,6 +17,7 @@ from configs.elastic import Choice, describe
 from configs.schema import Config
 from configs.secret import SECRET
 from parallelisms.mesh import Mesh
+from parallelisms.nccl import nccl_variables
 from parallelisms.sums import sums_of
 from trainer.guards.environment import device_name, threads
 from trainer.lifecycle import State, write_status
@@ -49,7 +50,8 @@ def say_hello(job: Opened, console: Console) -> None:
     name = device_name(mesh.device)
     rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, job.progress.first_step, mesh)
     rows.insert(2, ("attention", job.attention))
-    further = (("8 bits", job.float8), ("communication", job.communication))
+    nccl = nccl_variables(config, os.environ) if mesh.device.type == "cuda" and dist.get_world_size() > 1 else ""
+    further = (("8 bits", job.float8), ("communication", job.communication), ("NCCL", nccl))
     rows[3:3] = [row for row in further if row[1]]
     console.table(f"Keel trains {config.job.name}", rows)
     for line in job.plan:

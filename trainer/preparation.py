@@ -157,6 +157,8 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
         separator=wanted.separator,
         drop_duplicates=wanted.drop_duplicates,
         pack=config.training.seq_len if wanted.pack else None,
+        mask_until=wanted.mask_until,
+        mask_after=wanted.mask_after,
         say=console.line,
     )
     if output.exists():  # only checks that the files were made from the same text with the same settings

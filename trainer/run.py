@@ -22,6 +22,7 @@ from configs.errors import ConfigError, KeelError, OutageError, mistakes_of_the_
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
+from parallelisms.nccl import configure_nccl, nccl_settings
 from parallelisms.ranks import on_rank_zero
 from trainer.announce import say_goodbye, say_hello, silent_end
 from trainer.elastic import forming, release, show_life, take_folder, wait_idle
@@ -110,6 +111,8 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             kind = device_type(job)
             require_compiler(job, kind)
             set_numerics(job.config.training, kind)
+            if kind == "cuda":
+                configure_nccl(nccl_settings(job.config), os.environ)
             with forming():
                 device = start_process_group(kind, timeout, console.warning)
             with mistakes_of_the_job():

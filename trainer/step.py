@@ -46,6 +46,7 @@ from trainer.average import WeightAverage
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
+from trainer.multi_token import FurtherLosses
 from trainer.optimizers.build import (
     build_optimizer,
     frozen_until,
@@ -76,6 +77,7 @@ class Learner:
     """Kept as [average] says; None: no average."""
     loss: CrossEntropy
     load_balance: LoadBalance
+    further_losses: FurtherLosses
     guard: OrderGuard
     frozen_until: dict[str, float]
     """Returned by `optimizer.frozen_until`."""
@@ -132,7 +134,8 @@ class Learner:
             parts = self.own_part(micro_batches)
             # The number of valid targets in the global batch, by which every micro-batch's loss is divided.
             valid_tokens = self._valid_tokens(parts)
-            losses = self.passes.train([self.call(part, self.loss) for part in parts], 1.0 / valid_tokens)
+            calls = [self.call(part, self.loss, is_training=True) for part in parts]
+            losses = self.passes.train(calls, 1.0 / valid_tokens)
             if self.ties:
                 # Between the first and the last stage.
                 self.ties.add_gradients()
@@ -165,7 +168,9 @@ class Learner:
             UserError: the ranks issued different collectives, or in a different order.
         """
         with self.guard.watch():
-            sums = self.fingerprint.sums(number) if self.fingerprint else None
+            sums = None
+            if self.fingerprint:
+                sums = self.fingerprint.sums(number, sum(batch.digest() for batch in micro_batches))
             step = judge(self.mesh, micro_batches, gradients, loss_limit, is_stopping, sums, details)
             self.guard.compare()
             return step
@@ -204,6 +209,7 @@ class Learner:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
         self.optimizer.zero_grad(set_to_none=True)
         self.load_balance.finish_step(skip)
+        self.further_losses.finish_step()
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
         """Evaluate this rank's share: (sum of cross-entropy, valid tokens, their bytes of text), float64, (3,).
@@ -258,7 +264,8 @@ class Learner:
         """The part of its samples that this rank computes: with context parallelism, a part of every sequence."""
         return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
-    def call(self, batch: MicroBatch, loss: Callable[..., Tensor]) -> Call:
+    def call(self, batch: MicroBatch, loss: Callable[..., Tensor], is_training: bool = False) -> Call:
+        """The model's inputs for a micro-batch; only in training does it predict further tokens."""
         document_ids = batch.document_ids
         batch = batch.to(self.mesh.device)
         positions = batch.positions
@@ -266,6 +273,8 @@ class Learner:
         if positions is None and self.mesh.sizes.pp > 1:
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         arguments: dict[str, Any] = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
+        if is_training and batch.further is not None:
+            arguments["further"] = batch.further
         if document_ids is not None:  # torch 2.11's zero-bubble schedules do not accept None
             arguments["documents"] = Documents.find(document_ids).to(self.mesh.device)
         return Call(batch.tokens, arguments)
@@ -355,6 +364,7 @@ def assemble_learner(
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
         load_balance=LoadBalance(stages, config, mesh),
+        further_losses=FurtherLosses(stages.values(), config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=until,
         ties=_tied_ends(config, mesh, stages),
@@ -376,8 +386,9 @@ def _average(config: Config, optimizer: TrainingOptimizer, trained: dict[str, nn
 
 
 def _tied_ends(config: Config, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
-    """The matrices that embedding and head share over the pipeline; None if there is no pipeline, or no such matrix."""
-    is_tied = is_described(config.model) and config.model.tie_embeddings
+    """The matrices that both ends of the pipeline use; None if there is no pipeline, or no such matrix."""
+    model = config.model
+    is_tied = is_described(model) and (model.tie_embeddings or model.multi_token.depth)
     if mesh.sizes.pp == 1 or not is_tied:
         return None
     return TiedEnds(stages, n_stages(config), mesh.pp.get_group())
@@ -429,7 +440,7 @@ def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
     """The matrices inside the model's blocks, which Muon updates: how many of them each parameter has, by name."""
     split = is_described(config.model) and config.optimizer.split_heads
     plan = plan_of(model)
-    in_blocks = tuple(f"{block}." for block in plan.blocks)
+    in_blocks = tuple(f"{block}." for block in (*plan.blocks, *plan.further_blocks))
     matrices = {}
     for name, parameter in model.named_parameters():
         is_stacked = name.rpartition(".")[0] in plan.experts

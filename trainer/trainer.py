@@ -108,7 +108,7 @@ class Trainer:
         record = self.records.write_evaluation
         self.commands = Commands(config, self.console, self.runtime.stop, watchdog, committed, record)
         self.commands.open()
-        self.records.open(self.run, self.loader.state_dict()["next_sample"])
+        self.records.open(self.run, self.loader.state_dict())
         self.saver = Saver(
             config.job.folder,
             self.checkpoints,
@@ -294,14 +294,14 @@ class Trainer:
             self.commands.finish(is_done=False)  # they may be reading checkpoints that the rewind moves
             saved = self.checkpoints.rewind(to_step, self.learner.state())
             self.learner.was_loaded()
-        next_sample = self.loader.state_dict()["next_sample"]
-        samples = [saved["data"]["next_sample"], next_sample - 1]
+        position = self.loader.state_dict()
+        samples = [saved["data"]["next_sample"], position["next_sample"] - 1]
         self.progress.go_back(RunState(**saved["run"]), result.loss, samples)
         self.console.note(f"back to step {to_step}; samples {samples[0]} to {samples[1]} are skipped")
         # From here on, all is as if the run had been resumed there.
         self.watch.profiler.finish()
         self.commands.open()
-        self.records.open(self.run, next_sample)
+        self.records.open(self.run, position)
         return True
 
     def _compare_copies(self) -> None:
@@ -331,10 +331,11 @@ class Trainer:
         step = self.run.step
         with self.watch.phases.measure(Phase.OTHER):
             balance = self.learner.load_balance.measure()
+            further_losses = self.learner.further_losses.measure()
             memory = self.memory()
         details = None if result.details is None else self.details.read(result.details)
         incidents = self.progress.take_incidents()
-        measured = (memory, validation, balance, self.watch.take_lag(), details, incidents)
+        measured = (memory, validation, balance, further_losses, self.watch.take_lag(), details, incidents)
         lr = self._learning_rate(step)
         frozen = self.learner.frozen(step - 1)
         self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.watch.grace.has_begun)

@@ -27,6 +27,8 @@ from checkpoint.compare import described, require_same
 from checkpoint.export import family
 from checkpoint.export.hf_config import (
     checkpoint_shapes,
+    copies,
+    left_out,
     longest_sequence,
     seq_len_of,
     sources,
@@ -51,6 +53,7 @@ from checkpoint.tensor_stream import (
 )
 from checkpoint.verify import check_tensors
 from configs.architectures import HF_CLASSES, own_weights, stored_tensors
+from configs.architectures.llama import MultiToken
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
@@ -167,6 +170,7 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, in one process, whatever mesh has saved it.
 
@@ -178,6 +182,7 @@ def export_hf(
         max_shard_bytes: tensors share a file up to this size; a larger tensor gets a separate file.
         verify: "hash": first compare the content of the files that are read with their hashes.
         progress: called after each tensor.
+        warn: called with what the format has no place for.
 
     Raises:
         UserError: the checkpoint is damaged, or its model has no counterpart, or the output exists or can't be written.
@@ -194,11 +199,15 @@ def export_hf(
         return
     assert is_described(model)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
+    if missing := left_out(model):
+        warn(missing)
+    repeated = copies(model)
     shapes = tensor_shapes(model)
+    shapes |= {name: shapes[first] for name, first in repeated.items()}
     own_dtype = _check_tensors(checkpoint, metadata, model)
     target = getattr(torch, dtype) if dtype else own_dtype
-    own_dtypes = _dtypes(model, own_dtype)
-    targets = _dtypes(model, target)
+    own_dtypes = _dtypes(model, own_dtype) | dict.fromkeys(repeated, own_dtype)
+    targets = _dtypes(model, target) | dict.fromkeys(repeated, target)
     count = Counter(progress, sum(n_bytes(shape, own_dtypes[name]) for name, shape in shapes.items()))
     shards = _shards(shapes, targets, max_shard_bytes)
     stacks = _Stacks(checkpoint, metadata, model)
@@ -261,11 +270,13 @@ class _Stacks:
         self._checkpoint = checkpoint
         self._metadata = metadata
         self._sources = sources(model)
+        self._copies = copies(model)
         self._places = {source: name for name, members in self._sources.items() for source in members}
         self._name = ""
         self._stack = torch.empty(0)
 
     def read(self, source: str) -> Tensor:
+        source = self._copies.get(source, source)
         name = self._places[source]
         members = self._sources[name]
         if name != self._name:
@@ -474,7 +485,11 @@ def _open(source: Path) -> tuple[dict[str, Any], Model, dict[str, _SourceTensor]
     model = to_keel(config, source / CONFIG_NAME)
     tensors = _tensors_in(source)
     _check_count(source / CONFIG_NAME, model, len(tensors))
+    if not any(name.startswith(f"model.layers.{model.n_layers}.") for name in tensors):
+        # transformers leaves the modules that predict further tokens out, and keeps their number in config.json.
+        model = model.model_copy(update={"multi_token": MultiToken()})
     _check_tied_head(model, tensors)
+    _check_copies(model, tensors)
     require_same(
         f"{source} does not hold the model that its {CONFIG_NAME} describes",
         {name: described(tensor.shape) for name, tensor in tensors.items()},
@@ -601,6 +616,20 @@ def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
             "if the head is right, set that to false"
         )
     del tensors[head]
+
+
+def _check_copies(model: Model, tensors: dict[str, _SourceTensor]) -> None:
+    """Drop the embedding and the head of modules that predict further tokens; they must equal the model's own."""
+    for name, first in copies(model).items():
+        if name not in tensors or first not in tensors:
+            continue
+        if not torch.equal(*(_read(each, tensors[each], tensors[each].dtype) for each in (name, first))):
+            raise UserError(
+                f"{tensors[name].path}: {name} is not {first}, which Keel's modules that predict further tokens share; "
+                f"to import the model without them, set num_nextn_predict_layers to 0 in {CONFIG_NAME} and leave out "
+                f"the tensors of layer {model.n_layers} and later ones"
+            )
+        del tensors[name]
 
 
 def _common_dtype(model: Model, tensors: Mapping[str, _SourceTensor]) -> torch.dtype:

@@ -4,7 +4,7 @@ Only models that Keel can train exactly as they are get translated. A field that
 bias, another activation, another kind of rotary scaling) is refused by name, never dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from math import log
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from configs.architectures import HF_CLASSES, description_of, stored_tensors
-from configs.architectures.llama import RopeScaling
-from configs.architectures.parts import HfClass, Shape, head_dim, n_kv_heads
+from configs.architectures.llama import FURTHER, RopeScaling, n_further
+from configs.architectures.parts import HfClass, Shape, Weight, head_dim, n_kv_heads
 from configs.errors import UserError
 from configs.schema import Model
 from configs.untrusted import shortened
@@ -43,7 +43,37 @@ _NOT_SCALED_BY = {"mscale": None, "mscale_all_dim": None, "truncate": True, "lla
 
 def tensor_shapes(model: Model) -> dict[str, Shape]:
     """Hugging Face's names and shapes of the model's tensors, from the input to the output; experts are separate."""
-    return {name: weight.shape[-2:] for weight in stored_tensors(model) for name in weight.hf_names}
+    return {name: weight.shape[-2:] for weight in _written(model) for name in weight.hf_names}
+
+
+def _written(model: Model) -> Iterator[Weight]:
+    """The tensors that a folder has: without the modules that predict further tokens, if the format has none."""
+    has_further = description_of(model).hf_class(model).has_further
+    return (weight for weight in stored_tensors(model) if has_further or not weight.name.startswith(FURTHER))
+
+
+def left_out(model: Model) -> str:
+    """What a folder does not have of a model that can be exported, as a sentence; "" if it has all."""
+    kind = description_of(model).hf_class(model)
+    if kind.has_further or not model.multi_token.depth:
+        return ""
+    return (
+        f"the format of {kind.name} has no modules that predict further tokens, so those of model.multi_token are left "
+        "out; the model itself is whole"
+    )
+
+
+def copies(model: Model) -> dict[str, str]:
+    """The tensors that a folder has again for each module that predicts further tokens, and the name of the first."""
+    if not description_of(model).hf_class(model).has_further:
+        return {}
+    embedding = "model.embed_tokens.weight"
+    head = embedding if model.tie_embeddings else "lm_head.weight"
+    found: dict[str, str] = {}
+    for depth in range(n_further(model)):
+        layer = f"model.layers.{model.n_layers + depth}"
+        found |= {f"{layer}.embed_tokens.weight": embedding, f"{layer}.shared_head.head.weight": head}
+    return found
 
 
 def checkpoint_shapes(model: Model) -> dict[str, Shape]:
@@ -53,7 +83,7 @@ def checkpoint_shapes(model: Model) -> dict[str, Shape]:
 
 def sources(model: Model) -> dict[str, list[str]]:
     """The names of Hugging Face's tensors that a checkpoint stores as one, by its name there: several are stacked."""
-    return {f"model.{weight.name}": weight.hf_names for weight in stored_tensors(model)}
+    return {f"model.{weight.name}": weight.hf_names for weight in _written(model)}
 
 
 def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:

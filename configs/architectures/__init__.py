@@ -8,11 +8,12 @@ modules. Nothing here imports torch.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from configs.architectures import hf, llama, own
 from configs.architectures.hf import HfKeys
-from configs.architectures.llama import LlamaKeys
+from configs.architectures.llama import FURTHER, LlamaKeys, further_block, n_further
 from configs.architectures.own import OwnKeys
 from configs.architectures.parts import Described, Family, HfClass, Weight
 from configs.plan import PARAMETER_ROLES, TensorRole
@@ -43,6 +44,12 @@ def all_weights(model: LlamaKeys) -> Iterator[Weight]:
     yield from family.after_blocks(model)
 
 
+def block_names(model: LlamaKeys) -> list[str]:
+    """The names of the blocks by layer; those of modules that predict further tokens count on after the last layer."""
+    further = [further_block(depth) for depth in range(n_further(model))]
+    return [*(f"layers.{layer}" for layer in range(model.n_layers)), *further]
+
+
 def own_weights(model: LlamaKeys) -> Iterator[Weight]:
     """The weights of a model, a tied matrix once."""
     return (weight for weight in all_weights(model) if not weight.tied_to)
@@ -51,16 +58,17 @@ def own_weights(model: LlamaKeys) -> Iterator[Weight]:
 def stored_tensors(model: LlamaKeys) -> Iterator[Weight]:
     """What a checkpoint has of a model: its weights, a tied matrix once, and its buffers."""
     yield from own_weights(model)
-    for layer in range(model.n_layers):
-        yield from (buffer.inside(f"layers.{layer}") for buffer in description_of(model).buffers(model, layer))
+    for layer, block in enumerate(block_names(model)):
+        for buffer in description_of(model).buffers(model, layer):
+            yield replace(buffer.inside(block), hf=f"model.layers.{layer}.{buffer.hf}")
 
 
 def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
     """The role of each module or parameter that has one, by its name."""
     roles: dict[str, TensorRole] = {}
-    for layer in range(model.n_layers):
+    for layer, block in enumerate(block_names(model)):
         around = description_of(model).around(model, layer)
-        roles |= {f"layers.{layer}.{module}": role for module, role in around.items()}
+        roles |= {f"{block}.{module}": role for module, role in around.items()}
     for weight in all_weights(model):
         of_parameter = weight.role in PARAMETER_ROLES
         roles[weight.name if of_parameter else weight.name.rpartition(".")[0]] = weight.role
@@ -80,4 +88,5 @@ def _std(model: LlamaKeys, weight: Weight) -> float | None:
         return 0.0
     if weight.start == "normal":
         return model.init_std
-    return model.init_std / math.sqrt(2 * (int(weight.name.split(".")[1]) + 1))
+    layer = int(weight.name.split(".")[1]) + (model.n_layers if weight.name.startswith(FURTHER) else 0)
+    return model.init_std / math.sqrt(2 * (layer + 1))

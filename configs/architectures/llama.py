@@ -7,6 +7,7 @@ below and in Hugging Face's config.json, and the code of the modules that reads 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from math import sqrt
 from typing import Annotated, Any, Literal
 
@@ -90,6 +91,15 @@ class Latent(Table):
     """Width of one head of values; at most head_dim."""
 
 
+class MultiToken(Table):
+    """Modules that predict further tokens while the model is trained (DeepSeek-V3, 2024, section 2.2)."""
+
+    depth: Annotated[int, Field(gt=0, le=16)] | None = None
+    """Number of modules, each a block that predicts one token further than the one before; default: none."""
+    loss_weight: Annotated[PositiveFloat, only_with("depth")] = 0.3
+    """Weight of the mean of the modules' losses (eq. 25; DeepSeek-V3: 0.3, later 0.1) relative to the main loss."""
+
+
 class LlamaKeys(Table):
     """The keys of [model]."""
 
@@ -140,6 +150,8 @@ class LlamaKeys(Table):
     """Number of leading layers with a dense feed-forward instead of experts."""
     router: Annotated[Router, only_with("n_experts")] = Router()
     """Routing and load balancing of the experts."""
+    multi_token: MultiToken = MultiToken()
+    """Prediction of further tokens, as a second loss."""
     vocab_size: Annotated[int, Field(ge=2)]
     """Number of tokens in the vocabulary; at least the tokenizer's. Further rows are padding, and stand for no text."""
     rope_theta: PositiveFloat = 10000.0
@@ -162,6 +174,11 @@ class LlamaKeys(Table):
     """Share one matrix between the embedding and the output head."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights, before scaling by depth."""
+
+
+def n_further(model: LlamaKeys) -> int:
+    """Number of modules that predict further tokens."""
+    return model.multi_token.depth or 0
 
 
 def expert_dim(model: LlamaKeys) -> int:
@@ -208,11 +225,12 @@ def shape(model: LlamaKeys) -> str:
         heads += f", {n_kv_heads(model)} of keys and values"
     if model.attention == "latent":
         heads += f", through {model.latent.key_value_rank} features of keys and values"
+    further = f", {n_further(model)} further tokens" if n_further(model) else ""
     tied = ", tied" if model.tie_embeddings else ""
     window = f", window {model.window:,}" if model.window else ""
     return (
         f"{model.n_layers} layers, dim {model.dim}, {heads}{window}, ffn_dim {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}{tied}{_shape_of_experts(model)}"
+        f"vocabulary {model.vocab_size:,}{tied}{further}{_shape_of_experts(model)}"
     )
 
 
@@ -248,6 +266,7 @@ def computed(model: LlamaKeys) -> dict[str, Any]:
     """The keys that decide the model's output for given weights, with the values that apply."""
     values = model.model_dump()
     experts = values.pop("router") if model.n_experts else {}
+    values.pop("multi_token")  # whose modules take no part in the main model's output
     values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
     values |= {f"router.{key}": value for key, value in experts.items()}
     return {key: value for key, value in values.items() if key not in _NOT_COMPUTED}
@@ -261,6 +280,7 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
     for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window):
         yield from rule(config.model)
     yield from _window_and_machine(config)
+    yield from _further_and_length(config)
 
 
 def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -400,6 +420,15 @@ def _norms(model: LlamaKeys) -> Iterator[tuple[str, str]]:
 def _window(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     if model.window and model.window_pattern == 1:
         yield "model.window_pattern", "window_pattern 1 leaves no layer with a window; leave model.window out"
+
+
+def _further_and_length(config: Any) -> Iterator[tuple[str, str]]:
+    depth = n_further(config.model)
+    if depth >= config.training.seq_len:
+        yield (
+            "model.multi_token.depth",
+            f"depth {depth} looks {depth + 1} tokens ahead, and sequences have {config.training.seq_len}; lower it",
+        )
 
 
 def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
@@ -559,7 +588,31 @@ def after_blocks(model: LlamaKeys) -> list[Weight]:
     return [
         *_norm(model, "norm", hf="model.norm.weight"),
         Weight("lm_head.weight", (model.vocab_size, model.dim), "head", tied_to=tied),
+        *chain.from_iterable(_further(model, depth) for depth in range(n_further(model))),
     ]
+
+
+FURTHER = "multi_token."
+"""Beginning of the names of the modules that predict further tokens."""
+
+
+def further_block(depth: int) -> str:
+    """Name of the block of a module that predicts further tokens; depth counts from 0."""
+    return f"{FURTHER}{depth}.block"
+
+
+def _further(model: LlamaKeys, depth: int) -> Iterator[Weight]:
+    """The weights of a module that predicts further tokens, which the published weights number as one more layer."""
+    layer = model.n_layers + depth
+    module = f"{FURTHER}{depth}"
+    published = f"model.layers.{layer}"
+    yield from _norm(model, f"{module}.enorm", hf=f"{published}.enorm.weight")
+    yield from _norm(model, f"{module}.hnorm", hf=f"{published}.hnorm.weight")
+    joined = f"{module}.eh_proj.weight"
+    yield Weight(joined, (model.dim, 2 * model.dim), "replicated_partial_grad", hf=f"{published}.eh_proj.weight")
+    for weight in block(model, layer):
+        yield replace(weight.inside(further_block(depth)), hf=f"{published}.{weight.hf or weight.name}")
+    yield from _norm(model, f"{module}.norm", hf=f"{published}.shared_head.norm.weight")
 
 
 # --------------------------------------------------------------------------- small
@@ -594,6 +647,8 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
     if model.window:
         keys["window"] = min(model.window, _SMALL_WINDOW)
         keys["window_pattern"] = min(model.window_pattern, max(2, n_layers))
+    if model.multi_token.depth:
+        keys["multi_token"] = model.multi_token.model_dump() | {"depth": min(model.multi_token.depth, 2)}
     if model.rope_fraction < 1:
         keys["rope_fraction"] = 0.5
     if model.no_rope_every:

@@ -137,7 +137,7 @@ def _write_latent(model: Any) -> dict[str, Any]:
         "moe_intermediate_size": model.expert_dim or model.ffn_dim,
         "n_group": groups or 1,
         "topk_group": model.router.groups_per_token if groups else 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.multi_token.depth or 0,
     }
 
 
@@ -158,6 +158,7 @@ def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "head_dim": size("qk_nope_head_dim", 128) + size("qk_rope_head_dim", 64),
         "latent.query_rank": config.get("q_lora_rank", 1536),
+        "multi_token.depth": size("num_nextn_predict_layers", 0) or None,
         **({"expert_dim": expert_dim} if is_dense_first else {"ffn_dim": expert_dim}),
         **({"router.n_groups": groups, "router.groups_per_token": chosen} if groups > 1 else {}),
     }
@@ -356,6 +357,7 @@ DEEPSEEK_V3 = HfClass(
         "router.load_balance": ("bias", "bias_and_auxiliary_loss"),
     },
     yarn_scales_scores=True,
+    has_further=True,
     write=_write_latent,
     read=_read_latent,
 )

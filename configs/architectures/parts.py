@@ -103,6 +103,8 @@ class HfClass:
     """Default of their rope_theta; None: as in all layers."""
     yarn_scales_scores: bool = False
     """Whether YaRN has a factor on the scores of attention (mscale_all_dim), which query_scale stands for."""
+    has_further: bool = False
+    """Whether its folders have the modules that predict further tokens, which the class itself does not compute."""
     write: Callable[[Any], dict[str, Any]] = _nothing
     """[model] -> further fields of config.json, which follow from several keys."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing

@@ -125,25 +125,26 @@ def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     except ConfigError as error:
         yield ("mesh.pp" if table.split is None else "pipeline.split"), str(error)
     if is_described(config.model) and config.model.tie_embeddings:
-        yield from _tied_ends(config)
+        yield from _tied_ends(config, "model.tie_embeddings", "set model.tie_embeddings = false")
+    elif is_described(config.model) and config.model.multi_token.depth:
+        yield from _tied_ends(config, "model.multi_token", "leave model.multi_token out")
     if table.schedule == "zero_bubble_v":
         yield from _zero_bubble(config)
 
 
-def _tied_ends(config: Config) -> Iterator[Problem]:
-    """The first and the last stage hold one matrix, and exchange its gradients once a step."""
+def _tied_ends(config: Config, key: str, without: str) -> Iterator[Problem]:
+    """The first and the last stage hold one matrix, since `key` asks for it, and exchange its gradients once a step."""
     if config.pipeline.schedule == "zero_bubble_v":
         yield (
             "pipeline.schedule",
-            '"zero_bubble_v" puts the first and the last stage on one rank, which would hold a tied matrix '
-            '(model.tie_embeddings) twice; use schedule "1f1b" or "interleaved_1f1b"',
+            '"zero_bubble_v" puts the first and the last stage on one rank, which would hold a tied '
+            f'matrix ({key}) twice; use schedule "1f1b" or "interleaved_1f1b"',
         )
     if config.training.reduction == "exact":
         yield (
             "mesh.pp",
             'training.reduction = "exact" rounds the sum over embedding and head of each micro-batch, and with pp '
-            f"{config.mesh.pp} both ends add up their gradients of a whole step; set model.tie_embeddings = false, or "
-            "pp = 1",
+            f"{config.mesh.pp} both ends add up their gradients of a whole step ({key}); {without}, or pp = 1",
         )
 
 

@@ -52,6 +52,9 @@ class Batch(Protocol):
 
     @property
     def document_ids(self) -> Tensor | None: ...
+    @property
+    def further(self) -> Tensor | None:
+        """The tokens that follow, (batch, seq, depth)."""
 
 
 B = TypeVar("B", bound=Batch)
@@ -78,7 +81,8 @@ def shard_batch(batch: B, mesh: DeviceMesh, method: Method) -> B:
         positions = own(batch.positions)
     else:
         positions = part[None].pin_memory() if batch.tokens.is_pinned() else part[None]
-    return replace(batch, tokens=own(batch.tokens), targets=own(batch.targets), positions=positions)  # type: ignore[type-var]
+    further = None if batch.further is None else own(batch.further)
+    return replace(batch, tokens=own(batch.tokens), targets=own(batch.targets), positions=positions, further=further)  # type: ignore[type-var]
 
 
 def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch.device | str = "cpu") -> Tensor:

@@ -4,7 +4,8 @@ Each parameter has a *digest*, the sum of the bits of all its gradient's element
 bit changes it, and no order of adding up or cutting into shards does. Where another mesh rounds otherwise, all digests
 differ, and two other numbers are compared within a bound: the gradient's norm, and one element, whose place is drawn
 from (seed, step, name) and so is the same on any mesh. Each rank also has a digest of all that it holds: a flipped bit
-changes the digest of one parameter and of one rank, which names both.
+changes the digest of one parameter and of one rank, which names both. The batch has a digest, too, which tells other
+data from other values.
 
 All numbers are sums over ranks, so that one small reduction per step collects them, and nothing waits for the device.
 Their elements are integers below 2^53 or come from one value, so that float64 adds them exactly, in any order; only
@@ -45,6 +46,8 @@ class Gradients:
     """The sampled elements, float32, or float64 if the gradients are."""
     ranks: np.ndarray
     """uint32; the digests of the ranks, or of ranges of them, in order."""
+    data: int
+    """Digest of the global batch; equal for equal samples, on any mesh."""
 
 
 class GradientFingerprint:
@@ -70,7 +73,10 @@ class GradientFingerprint:
         own = [numbers[name] for name in parameters]
         slot = 3 * self._n + dist.get_rank() * self._n_slots // n_ranks
         places = [kind * self._n + number for kind in range(3) for number in own]
-        self._places = torch.tensor([*places, slot], device=mesh.device)
+        self._places = torch.tensor([*places, slot, 3 * self._n + self._n_slots], device=mesh.device)
+        inner = (mesh.cp, mesh.tp, mesh.pp)
+        self._counts_data = not any(axis.get_local_rank() for axis in inner)
+        """Whether this rank is the only one of those with the same samples that adds their digest."""
         self._boxes = {name: _box(parameter) for name, parameter in parameters.items()}
         held = torch.zeros(self._n, dtype=torch.float64)
         for name, parameter in parameters.items():
@@ -79,10 +85,14 @@ class GradientFingerprint:
         """How many replicas of each parameter the ranks hold."""
 
     @torch.no_grad()
-    def sums(self, step: int) -> Tensor:
+    def sums(self, step: int, data: int) -> Tensor:
         """The numbers of all ranks' gradients, float64 on the device, for `read`; all ranks must call it.
 
         A frozen parameter counts as one with a gradient of 0.
+
+        Args:
+            step: its number.
+            data: the sum of the digests of this rank's micro-batches.
         """
         device = self._mesh.device
         dtype = next(iter(self._parameters.values())).dtype
@@ -93,7 +103,9 @@ class GradientFingerprint:
         squares = norms_of(gradients).double().square()
         samples = [self._sample(step, name, *found) for name, found in local.items()]
         values = torch.cat((digests, squares, torch.stack(samples).double(), digests.sum()[None])).to(device)
-        sums = torch.zeros(3 * self._n + self._n_slots, dtype=torch.float64, device=device)
+        own_data = torch.full((1,), data if self._counts_data else 0, dtype=torch.float64, device=device)
+        values = torch.cat((values, own_data))
+        sums = torch.zeros(3 * self._n + self._n_slots + 1, dtype=torch.float64, device=device)
         return self._mesh.sum_over_all(sums.index_copy_(0, self._places, values))
 
     def _sample(self, step: int, name: str, gradient: Tensor, is_filled: bool) -> Tensor:
@@ -119,7 +131,8 @@ class GradientFingerprint:
             digests=((whole + rest * _FOLD) % _MODULUS).astype(np.uint32),
             norms=np.sqrt(squares / self.copies).astype(np.float32),
             samples=(samples / self.copies).astype(np.float64 if is_double else np.float32),
-            ranks=(numbers[3 * self._n :].astype(np.int64) % _MODULUS).astype(np.uint32),
+            ranks=(numbers[3 * self._n : -1].astype(np.int64) % _MODULUS).astype(np.uint32),
+            data=int(numbers[-1]) % _MODULUS,
         )
 
 

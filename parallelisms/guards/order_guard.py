@@ -40,6 +40,7 @@ from parallelisms.ranks import gather
 from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of, world_name
 
 _HOME = str(Path(__file__).resolve().parents[2]) + os.sep
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _HERE = Path(__file__).resolve()
 _NOT_CALLERS = {str(path) for path in (_HERE, _HERE.parents[1] / "torch_internals.py", _HERE.parents[1] / "ranks.py")}
 
@@ -186,16 +187,25 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _caller(not_callers: str) -> str:
-    """The innermost line of Keel's code that led here: "models/llama.py:88"; there is none in an autograd thread."""
+    """The innermost line of Keel's or the user's code that led here: "models/llama.py:88", "my_loss.py:10".
+
+    There is none in an autograd thread.
+    """
     frame = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        # A virtual environment may be in Keel's folder: the README's is.
-        is_own = file.startswith(_HOME) and "site-packages" not in file and file not in _NOT_CALLERS
-        if is_own and not (not_callers and file.startswith(not_callers)):
-            return f"{file.removeprefix(_HOME)}:{frame.f_lineno}"
+        is_skipped = file in _NOT_CALLERS or (not_callers and file.startswith(not_callers))
+        if not is_skipped and not _is_library(file):
+            place = file.removeprefix(_HOME) if file.startswith(_HOME) else Path(file).name
+            return f"{place}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward pass"
+
+
+@cache
+def _is_library(file: str) -> bool:
+    """Whether a file is Python's or a package's; a virtual environment may be in Keel's folder: the README's is."""
+    return file.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in file.removeprefix(_HOME)
 
 
 def _checksums(log: list[Issued], members: dict[Key, list[int]]) -> dict[Key, int]:

@@ -74,6 +74,10 @@ def score(config: Config, checkpoint: Path, device: torch.device, console: Conso
     learner = build_learner(config, mesh)
     _load_weights(config, learner, console)
     sums = sequence_sums(config, learner).tolist()
+    if not any(sums[1]):
+        raise ConfigError(
+            "no target of the validation sequences gives loss (their loss mask); raise validation.sequences"
+        )
     losses = [total / n if n else 0.0 for total, n in zip(*sums, strict=True)]
     return Scores(step, seal, state.get("tokens", 0), digest, losses, [int(n) for n in sums[1]])
 

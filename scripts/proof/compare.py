@@ -8,6 +8,7 @@ import numpy as np
 
 from trainer.proof.record import Step
 
+DATA = "the data"
 LOSS = "the loss"
 NORM = "the gradient norm"
 
@@ -17,6 +18,8 @@ class Difference:
     """The difference between a step and its replay."""
 
     step: int
+    data: bool
+    """Whether it read other tokens."""
     loss: bool
     norm: bool
     parameters: list[str]
@@ -26,11 +29,12 @@ class Difference:
     n_parameters: int
 
     def __bool__(self) -> bool:
-        return self.loss or self.norm or bool(self.parameters)
+        return self.data or self.loss or self.norm or bool(self.parameters)
 
     def __str__(self) -> str:
         """The difference in words; it names the last of several parameters, since the backward pass begins there."""
-        numbers = [name for name, differs in ((LOSS, self.loss), (NORM, self.norm)) if differs]
+        kinds = ((DATA, self.data), (LOSS, self.loss), (NORM, self.norm))
+        numbers = [name for name, differs in kinds if differs]
         if self.parameters:
             last = self.parameters[-1]
             n = len(self.parameters)
@@ -45,12 +49,18 @@ def difference(recorded: Step, replayed: Step, names: Sequence[str], n_ranks: in
     digests = _unequal(recorded.digests, replayed.digests) | _unequal(recorded.samples, replayed.samples)
     return Difference(
         recorded.step,
+        has_other_data(recorded, replayed),
         recorded.loss.hex() != replayed.loss.hex(),
         recorded.grad_norm.hex() != replayed.grad_norm.hex(),
         [names[number] for number in np.flatnonzero(digests).tolist()],
         _ranks(recorded.ranks, replayed.ranks, n_ranks),
         len(names),
     )
+
+
+def has_other_data(recorded: Step, replayed: Step) -> bool:
+    """Whether a step and its replay have read other tokens, as far as both have recorded them."""
+    return recorded.data is not None and replayed.data is not None and recorded.data != replayed.data
 
 
 def _ranks(a: np.ndarray, b: np.ndarray, n_ranks: int) -> list[str]:
@@ -80,12 +90,14 @@ class Gap:
 
     def __str__(self) -> str:
         """ "1.2e-07 of the loss, in step 12 (the bound there is 1e-04)"."""
+        if self.what == DATA:
+            return f"{DATA} of step {self.step}"
         where = self.what if self.what in (LOSS, NORM) else f"the gradient of {self.what}"
         return f"{self.value:.2g} of {where}, in step {self.step} (the bound there is {self.bound:.2g})"
 
 
 def gaps(recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], bound: float) -> Iterator[Gap]:
-    """The differences of the loss, the gradient norm, and each parameter's norm and sample.
+    """The differences of the data, the loss, the gradient norm, and each parameter's norm and sample.
 
     A sample is compared relative to itself or to the root mean square of its parameter's gradient, if that is larger.
     """
@@ -95,6 +107,8 @@ def gaps(recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], 
         value = 0.0 if alike else abs(a - b) / unit if unit else math.inf
         return Gap(recorded.step, what, value if value == value else math.inf, bound)
 
+    if has_other_data(recorded, replayed):
+        yield Gap(recorded.step, DATA, math.inf, bound)
     yield gap(LOSS, recorded.loss, replayed.loss, abs(replayed.loss))
     yield gap(NORM, recorded.grad_norm, replayed.grad_norm, replayed.grad_norm)
     for number, (name, size) in reversed([*enumerate(parameters)]):

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from configs.errors import UserError
 from configs.untrusted import parse_json
 from trainer.proof.record import FILE_NAME, TYPES, Launch, Step
 from trainer.report.metrics import read_lines
+
+NO_LINE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+"""What `launch_of` and `step_of` raise for values that are none."""
 
 
 def _array(text: str, kind: str) -> np.ndarray:
@@ -22,22 +26,24 @@ def _read_line(line: str) -> Launch | Step | None:
     """Read one line; None if it is neither."""
     try:
         values = parse_json(line)
-        return _launch(values) if "job" in values else _step(values)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return launch_of(values) if "job" in values else step_of(values)
+    except NO_LINE:
         return None
 
 
-def _launch(values: dict[str, Any]) -> Launch:
+def launch_of(values: dict[str, Any]) -> Launch:
+    """The launch of a parsed line; raises one of NO_LINE if it is none."""
     parameters = [(str(name), int(size)) for name, size in values["parameters"]]
-    return Launch(**values | {"parameters": parameters})
+    return TypeAdapter(Launch).validate_python(values | {"parameters": parameters})
 
 
-def _step(values: dict[str, Any]) -> Step:
+def step_of(values: dict[str, Any]) -> Step:
+    """The step of a parsed line; raises as `launch_of`."""
     arrays = {name: _array(values[name], kind) for name, kind in TYPES.items()}
     if len(arrays["norms"]) * 2 == len(arrays["samples"]):
         arrays["samples"] = _array(values["samples"], "<f8")
     loss, grad_norm = (float.fromhex(values[key]) for key in ("loss", "grad_norm"))
-    return Step(int(values["step"]), loss, grad_norm, *arrays.values())
+    return Step(int(values["step"]), loss, grad_norm, **arrays, data=values.get("data"))
 
 
 @dataclass(frozen=True)

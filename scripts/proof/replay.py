@@ -65,20 +65,23 @@ class Plan:
         return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
-def plan(run: Path, step: int, folder: Path) -> Plan:
+def plan(run: Path, step: int, folder: Path, begin: int | None = None) -> Plan:
     """Find the newest checkpoint before a step, and what the run recorded of the steps from there on.
 
     Args:
         run: run folder, in which nothing is changed.
         step: number of the last step to replay.
         folder: a new folder, which gets the job file.
+        begin: step of the checkpoint to take instead; 0: the initial weights.
 
     Raises:
         UserError: the step was not recorded, or there is nothing to begin from.
     """
     steps = [each for each in steps_in(run / "checkpoints") if each < step]
-    begin = max(steps, default=0)
-    checkpoint = step_folder(run / "checkpoints", begin) if steps else None
+    if begin and begin not in steps:
+        raise UserError(f"{run} has no checkpoint of step {begin} before step {step}; it has {steps or 'none'}")
+    begin = max(steps, default=0) if begin is None else begin
+    checkpoint = step_folder(run / "checkpoints", begin) if begin else None
     stretch = read_stretch(run, begin + 1, step)
     if step not in stretch.steps:
         raise UserError(f"{run / FILE_NAME} has no fingerprint of step {step}")
@@ -196,11 +199,17 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     return Verdict(plan.last, pairs[-1][0].step, changed, expects_bits, found, largest, outside)
 
 
-def _changed(was: Launch, now: Launch, folder: Path) -> dict[str, str]:
+def configs_of(was: Launch, now: Launch, folder: Path) -> list[dict[str, Any]]:
+    """The configs of two launches as JSON; their jobs are left in `folder`."""
     configs = []
     for number, launch in enumerate((was, now)):
         file = folder / f"launch-{number}.toml"
         file.write_text(launch.job)
         configs.append(load(str(file), is_stored=True).config.model_dump(mode="json"))
-    settings = changed_settings(configs[0], was.mesh, configs[1], now.mesh)
+    return configs
+
+
+def _changed(was: Launch, now: Launch, folder: Path) -> dict[str, str]:
+    before, after = configs_of(was, now, folder)
+    settings = changed_settings(before, was.mesh, after, now.mesh)
     return settings | changes(was.environment, now.environment)

@@ -84,7 +84,7 @@ class Echo:
 
 
 def _planned(shards: Mapping[str, Shard], group: dist.ProcessGroup) -> plan.Plan:
-    """In place of `checkpoint.plan.planned`: this rank writes all that it holds. The exchanges are the same."""
+    """Plan to write all that this rank holds, with the exchanges of `checkpoint.plan.planned`."""
     for _ in ("places", "lists", "boxes"):
         gather([], group)
     items = [item for name, shard in shards.items() for item in shard.__create_write_items__(name, None)]
@@ -105,8 +105,8 @@ def echoing_ranks(world_size: int, rank: int, note: Note) -> Iterator[Echo]:
         stack.callback(end_process_group)
         stack.enter_context(patch.object(dist, "new_group", of_no_backend))
         stack.enter_context(patch.object(dist, "batch_isend_irecv", echo.batched(dist.batch_isend_irecv)))
-        stack.enter_context(patch.object(ranks, "_is_first", echo.act_as_first))
-        stack.enter_context(patch.object(ranks, "_broadcast", echo.told_by_first(ranks._broadcast)))
+        stack.enter_context(patch.object(ranks, "is_first", echo.act_as_first))
+        stack.enter_context(patch.object(ranks, "broadcast", echo.told_by_first(ranks.broadcast)))
         stack.enter_context(patch.object(plan, "planned", _planned))
         stack.enter_context(listening(echo.before, echo.answer))
         yield echo

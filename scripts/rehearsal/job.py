@@ -26,7 +26,7 @@ class RehearsalJob(NamedTuple):
     """The job that is rehearsed."""
 
     text: str
-    """Of the job file."""
+    """Text of the job file."""
     size: str
     """How small it is, for people."""
     left_out: list[str]

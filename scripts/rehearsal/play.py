@@ -62,7 +62,7 @@ class Notes:
 
 
 class Unwatched(Watchdog):
-    """In place of the watchdog: the other ranks do not exist. It tells the notes what this one is at."""
+    """Watches over nobody, since the other ranks do not exist, and tells the notes what this one is at."""
 
     def __init__(self, notes: Notes, act_as_first: Callable[[Callable[[], None]], None]) -> None:
         self.incarnation = None

@@ -8,9 +8,9 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -27,7 +27,8 @@ _SAMPLE = 4
 """Ranks drawn at random in a larger world, beside those at its edges."""
 
 
-class Proof(NamedTuple):
+@dataclass(frozen=True)
+class Proof:
     """What the rehearsal found."""
 
     ranks: list[int]

@@ -1,6 +1,5 @@
 """Queues of gathers: they change when a computation waits, and no bit of what it computes."""
 
-import os
 import re
 
 import pytest
@@ -13,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from configs.schema import Comm
 from parallelisms.mesh import build_mesh
-from parallelisms.streams import queue_gathers, separate_streams
+from parallelisms.streams import separate_streams
 from tests.conftest import ROOT
 from tests.distributed.gathers import count_gathers
 from trainer.data.loader import build_loader
@@ -177,11 +175,3 @@ def refused_twice() -> None:
 def test_what_separate_streams_refuses(ranks):
     ranks(2, refusals)
     ranks(4, refused_twice)
-
-
-@pytest.mark.parametrize(("streams", "expected"), [("per_group", "1"), ("shared", None)])
-def test_nccl_orders_the_kernels_of_queues_that_run_side_by_side(monkeypatch, streams, expected):
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")  # so that it is taken back
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    queue_gathers([], Comm(streams=streams), torch.device("cuda"))
-    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == expected

@@ -12,6 +12,7 @@ from scripts.parity_rows import (
     ademamix_rows,
     attention_rows,
     float8_rows,
+    further_rows,
     lion_rows,
     memory_rows,
     moments_rows,
@@ -28,7 +29,7 @@ from trainer.planning.least_recomputation import planned_choice
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
 ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, muon_rows, float8_rows, qk_norm_rows)
-ROWS_OF_KEYS += (ademamix_rows, tied_rows, option_rows)
+ROWS_OF_KEYS += (ademamix_rows, tied_rows, further_rows, option_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",
@@ -92,6 +93,13 @@ CHOSEN = [
     "tied, PP 2 x TP 2, eager",
     "tied, owner 2 x PP 2 interleaved, Muon, eager",
     "tied, PP 2 x FSDP 2, compiled",
+    "further tokens, TP 2",
+    "further tokens, CP 2",
+    "further, PP 2 interleaved, eager",
+    "further, PP 2 x TP 2, eager",
+    "further, PP 2 x CP 2, documents, eager",
+    "further, FSDP 2 x TP 2, full, compiled",
+    "DeepSeek-V3, EP 2 x PP 2, eager",
     "Gemma 3, FSDP 2 x TP 2, eager",
     "Gemma 3, CP 2 x TP 2, compiled",
     "OLMo 3, CP 4, eager",
@@ -173,6 +181,10 @@ def test_the_table_is_whole():
             "attention by flash2, TP 2",
             "norms before and after, TP 2",
             "attention gate, TP 2",
+            "further tokens, TP 2",
+            "further tokens, CP 2",
+            "further, PP 2 x TP 2, eager",
+            "further, PP 2 x CP 2, documents, eager",
             "tied, PP 2 x TP 2, eager",
             "tied, owner 2 x PP 2 interleaved, Muon, eager",
             "Gemma 3, FSDP 2 x TP 2, eager",
@@ -182,6 +194,8 @@ def test_the_table_is_whole():
         ],
         # Each of their axes has another row.
         long=[
+            "further, FSDP 2 x TP 2, full, compiled",
+            "DeepSeek-V3, EP 2 x PP 2, eager",
             "1 process, selective, compiled, accumulation 2",
             "HSDP 2x2, none, compiled, accumulation 1",
             "FSDP 2 x TP 2, selective, compiled, accumulation 2",

@@ -1,5 +1,6 @@
 """`keel plan --prove` on jobs with a hang planted in them: each is found, and its ranks and lines are named."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import parallelisms.pipeline
 import trainer.opening
 from configs.load import load
 from parallelisms.mesh import Mesh
+from scripts import plan
 from scripts.rehearsal.job import rehearsal_job
 from scripts.rehearsal.match import match
 from scripts.rehearsal.play import play
@@ -178,3 +180,21 @@ def test_a_planted_hang_is_found_and_named(tmp_path, plant):
 @pytest.mark.parametrize("words", {words for _, words, _ in PLANTED.values()}, ids=" ".join)
 def test_the_same_jobs_without_it_do_not_hang(tmp_path, words):
     assert problem(tmp_path, 4, *words) is None
+
+
+@pytest.mark.slow
+def test_the_command_names_the_line_of_a_users_own_code(tmp_path, capsys):
+    (tmp_path / "my_loss.py").write_text(
+        "import torch\nimport torch.distributed as dist\n\n\n"
+        "def counting(logits, targets):\n"
+        "    if dist.is_initialized() and dist.get_rank() == 1:\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+        "    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]\n"
+    )
+    job = tmp_path / "job.toml"
+    job.write_text('base = "debug.toml"\n[training]\nloss = "my_loss:counting"\n')
+    assert plan.main([str(job), "--ranks", "2", "--prove", "--json"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["proof"]["problem"] in told.err
+    assert "rank 1 (start-up) waits in allreduce of (1,) float32 for my_loss.py:7" in told.err
+    assert "Traceback" not in told.err

@@ -78,6 +78,11 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/parity.py --random 200 --seed 1": "python scripts/parity.py --random 2 --seed 1",
     "python scripts/replay.py runs/proven --random 5 --seed 1": "python scripts/replay.py runs/proven --random 1",
     "keel fork": "keel fork --help",
+    "keel prepare chats.jsonl --output runs/data/chats --tokenizer runs/data/python_stdlib_4096.model"
+    ' --validation-fraction 0.1 --mask-until "<|assistant|>" --mask-after "<|end|>"': "python -c"
+    """ 'for i in range(200): print("{\\"text\\": \\"%d?<|assistant|>%d.<|end|>\\"}" % (i, i))' > chats.jsonl"""
+    " && keel prepare chats.jsonl --output runs/data/chats --tokenizer runs/data/python_stdlib_4096.model"
+    ' --validation-fraction 0.1 --mask-until "<|assistant|>" --mask-after "<|end|>" | grep "give loss"',
     "keel fork runs/base --at 300 --optimizer.lr 1e-4 --output runs/base-slow": "keel fork runs/debug --at 300"
     " --optimizer.lr 1e-4 --output runs/base-slow",
     "keel fork runs/base --at 300 --without web": "keel fork --help | grep -qe --without",
@@ -89,6 +94,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel sample": "python scripts/keel.py sample --help",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N [N ...]": "python scripts/keel.py replay --help",
+    "keel reproduce": "keel reproduce --help",
     "keel --help": "python scripts/keel.py --help",
     "keel runs": "python scripts/keel.py runs",
     "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",
@@ -120,6 +126,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/parity.py": "python scripts/parity.py --list",
     "python scripts/parity.py --exact --dtype float32": "python scripts/parity.py --exact --dtype float32"
     " --rows '1 process, none, eager, accumulation 1'",
+    "keel score runs/chat --step 300 --validation.sources"
+    """ '[{name = "chats", kind = "tokens", path = "runs/data/chats/validation"}]'""": "keel score runs/debug"
+    """ --validation.sequences 8 --validation.sources '[{name = "noise", kind = "synthetic"}]'""",
     "keel score RUN": "python scripts/keel.py score runs/a",
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
@@ -246,6 +255,8 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     'activation_checkpoint.memory_limit_gib = "device" chooses mode = "selective", layers = "0-8": about 71.8 GiB of'
     " 72.0 GiB": "what a launch prints",
     "def main(self):": "a sampled text",
+    "what ranks wait for": "what keel plan --prove prints",
+    "ranks wait for each other for ever:": "what it prints of a hang",
     "debug.toml, made small, on up to 4 ranks, against one process in plain PyTorch": "what keel prove prints",
     "TP 2                                           0e+00   8e-05   7e-01   2e-01   2.6 WRONG": "the same",
     "equal: loss, norm and 4 gradients, to 3.9e-16": "what a report prints",
@@ -253,6 +264,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "WRONG": "the same",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
+    "<|user|>What does glob.escape do?<|assistant|>Escape all.<|end|><|user|>Thanks<|assistant|>...": "a text",
     "stage  first step  after tokens  tokens  sequences  learning rate       epochs of its sources": "a plan",
     "the run's settings differ from those of checkpoint runs/base/checkpoints/step-00000300:": "an error",
 }
@@ -315,6 +327,7 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         "mv configs/{job} my_model.toml && python train.py --config my_model.toml --validate",
     ),
     'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
+    'name = "chat"': ("", "", "python train.py --config {job} --validate"),
     'name = "continued"': (
         "",
         "",
@@ -348,6 +361,7 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "PYTHONPATH=. python {program}",
     ),
     "import pyarrow.parquet as parquet": ("", "", "python {program}"),
+    "import ast": ("", "", "python {program} && test $(wc -l < chats.jsonl) -gt 1000"),
     '"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU."""': ("", "", "mv {program} my_model.py"),
     '"""SGD with momentum (Sutskever et al. 2013)."""': (
         "",

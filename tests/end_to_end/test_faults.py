@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ HOST = os.uname().nodename
 
 
 def start_forked(
-    folder: Path, words: str, ranks: int, program: str = "forked.py"
+    folder: Path, words: str, ranks: int, program: str = "forked.py", **env: str
 ) -> tuple[subprocess.Popen, list[int]]:
     """A job without torchrun; returns it, and the process ids of its ranks."""
-    env = {"PYTHONPATH": str(ROOT), "FORKED_RANKS": str(ranks)}
+    env |= {"PYTHONPATH": str(ROOT), "FORKED_RANKS": str(ranks)}
     process = start(folder, f"{LONG} {words}", env=env, program=ROOT / "tests" / "end_to_end" / program)
     assert process.stdout
     return process, [int(word) for word in process.stdout.readline().split()[1:]]
@@ -66,6 +67,24 @@ def test_rank_0_dies_without_an_agent_and_with_it_the_store(tmp_path: Path, numb
     outcome = finish(process)
     assert codes(outcome.out) == [-number, 1]
     assert_names(tmp_path / "run", outcome.err, 0, pids[0], how)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_host_that_is_lost_are_named_by_those_of_others(tmp_path: Path):
+    """The ranks take themselves for the only ones of their hosts, so that they cannot look for others' processes."""
+    process, pids = start_forked(tmp_path, "--job.timeout_seconds 120", ranks=4, LOCAL_WORLD_SIZE="1")
+    signal_at_step(process, tmp_path / "run", 5, 0)
+    for victim in (2, 3):
+        os.kill(pids[victim], signal.SIGKILL)
+    began = time.monotonic()
+    outcome = finish(process)
+    assert time.monotonic() - began < 40
+    assert codes(outcome.out) == [1, 1, -signal.SIGKILL, -signal.SIGKILL]
+    found = status(tmp_path / "run")
+    assert found["state"] == "failed"
+    assert {lost["rank"] for lost in found["lost"]} <= {2, 3}
+    assert found["reason"].startswith(f"rank {found['lost'][0]['rank']} on host {HOST}")
+    assert "does not answer: no beat for" in found["reason"]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pyt
         "data.prepare.text_key": "content",
         "data.prepare.drop_duplicates": "true",
         "data.prepare.pack": "true",
+        "data.prepare.mask_until": ", and ",
         "data.prepare.validation_fraction": "0.3",
         "data.sources": source % "train",
         "validation.sources": source % "validation",
@@ -43,6 +44,7 @@ def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pyt
     assert record["train"]["documents"] + record["validation"]["documents"] == N_TEXTS
     assert record["duplicates"] == 1
     assert record["packed"]["train"]["seq_len"] == 64
+    assert 0 < record["masked"]["train"]["tokens_with_loss"] < record["train"]["tokens"]
     said = capsys.readouterr().out
     assert "skipped: 1 binary files" in said
     assert "windows for training.seq_len = 64" in said

@@ -57,6 +57,7 @@ def test_help_of_a_command(tmp_path: Path, command: str):
         ("checkpoint diff nowhere b", 1),
         ("score nowhere", 1),
         ("replay nowhere --step 3", 1),
+        ("reproduce nowhere", 1),
         ("compare nowhere b", 78),
         ("data step nowhere 3", 1),
         ("plan nowhere --ranks 2", 78),

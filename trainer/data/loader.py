@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from configs.errors import ConfigError, UserError
 from configs.own_code import is_import_path
-from configs.schema import Config
+from configs.schema import Config, is_described
 from configs.schema import Source as SourceConfig
 from trainer.data.order import Mixture, Start
 from trainer.data.packing import PackedSource, packed_for
@@ -48,10 +49,22 @@ class MicroBatch:
     """Indices of the samples in the run; further rows are padding, with all targets IGNORED."""
     source: str | None = None
     """Name of the source that all samples are from, as in a validation; None: several, or no sample."""
+    further: torch.Tensor | None = None
+    """The tokens that follow each token, the next one first, or IGNORED: (micro_batch, seq_len, depth + 1); only for a
+    model that predicts further tokens (model.multi_token)."""
+
+    def digest(self) -> int:
+        """The sum of a 32-bit hash of each sample with its number: no cutting of a batch changes the sum over it."""
+        tensors = [tensor for tensor in (self.tokens, self.targets, self.positions) if tensor is not None]
+        total = 0
+        for row, sample in enumerate(self.samples):
+            content = b"".join(tensor[row].numpy().tobytes() for tensor in tensors)
+            total += xxhash.xxh3_64_intdigest(content, seed=sample) >> 32
+        return total
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Copy to `device`, except the document ids, which are counted first; copies from pinned memory don't block."""
-        names = ("tokens", "targets", "positions")
+        names = ("tokens", "targets", "positions", "further")
         tensors = {name: t.to(device, non_blocking=True) for name in names if (t := getattr(self, name)) is not None}
         return replace(self, **tensors)
 
@@ -73,13 +86,18 @@ class BatchReader:
         seq_len: int,
         document_mask: bool = False,
         pin_memory: bool = False,
+        n_further: int = 0,
     ) -> None:
-        """Read windows of seq_len + 1 tokens; `sources`, by name, must be in the mixture's order."""
+        """Read windows of seq_len + 1 tokens; `sources`, by name, must be in the mixture's order.
+
+        Each micro-batch has `n_further` targets beyond the next token (`MicroBatch.further`).
+        """
         self._mixture = mixture
         self._sources = sources
         self._seq_len = seq_len
         self._document_mask = document_mask
         self._pin_memory = pin_memory
+        self._n_further = n_further
 
     def steps(self, samples: np.ndarray) -> Iterator[Step]:
         """Read `samples`, of shape (steps, micro-batches, micro_batch); _NO_SAMPLE becomes padding."""
@@ -119,12 +137,12 @@ class BatchReader:
         windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
         starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
         by_index = list(self._sources.values())
-        joined: dict[int, np.ndarray] = {}  # the targets of windows in which places of a source meet
+        given: dict[int, np.ndarray] = {}  # targets that are not just the next tokens
         for row, (index, address) in enumerate(zip(sources.tolist(), addresses.tolist(), strict=True)):
             if index >= 0:
                 own_targets = by_index[index].read(address, windows[row], None if starts is None else starts[row])
                 if own_targets is not None:
-                    joined[row] = own_targets
+                    given[row] = own_targets
         targets = self._tensor(windows[:, 1:])
         targets[torch.from_numpy((sources < 0)[:, None] | (windows[:, 1:] == PADDING))] = IGNORED
         windows[windows == PADDING] = 0  # any token: nothing before it sees it
@@ -132,17 +150,48 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
-        for row, own_targets in joined.items():
+        for row, own_targets in given.items():
             targets[row] = torch.from_numpy(np.where(own_targets == PADDING, IGNORED, own_targets))
         kept = samples[samples != _NO_SAMPLE].tolist()
         names = list(self._sources)
         read_from = np.unique(sources[sources >= 0]).tolist()
         source = names[read_from[0]] if len(read_from) == 1 else None
-        return MicroBatch(self._tensor(windows[:, :-1]), targets, positions, document_ids, kept, source)
+        tokens = self._tensor(windows[:, :-1])
+        further = None
+        if self._n_further:
+            further = self._tensor(further_tokens(windows[:, :-1], targets.numpy(), document_ids, self._n_further))
+        return MicroBatch(tokens, targets, positions, document_ids, kept, source, further)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """A contiguous copy, in pinned memory if it goes to a GPU."""
         return torch.empty(array.shape, dtype=torch.int64, pin_memory=self._pin_memory).copy_(torch.from_numpy(array))
+
+
+def further_tokens(
+    tokens: np.ndarray, targets: np.ndarray, document_ids: torch.Tensor | None, depth: int
+) -> np.ndarray:
+    """The tokens that follow each token: (batch, seq, depth + 1), the targets first.
+
+    A further one is IGNORED beyond the window, in another document, or where the targets do not go on with the window's
+    tokens, as at the border of two places of a source. It is computed before sequences are cut for any mesh.
+
+    Args:
+        tokens, targets: (batch, seq).
+        document_ids: (batch, seq); None without a mask.
+        depth: how many tokens beyond the next one.
+    """
+    seq_len = tokens.shape[1]
+    follows = targets[:, :-1] == tokens[:, 1:]
+    if document_ids is not None:
+        ids = document_ids.numpy()
+        follows &= ids[:, :-1] == ids[:, 1:]
+    found = np.full((*targets.shape, depth + 1), IGNORED, dtype=np.int64)
+    found[:, :, 0] = targets
+    unbroken = np.ones_like(targets, dtype=bool)
+    for distance in range(1, min(depth + 1, seq_len)):
+        unbroken = unbroken[:, :-1] & follows[:, distance - 1 :]
+        found[:, :-distance, distance] = np.where(unbroken, targets[:, distance:], IGNORED)
+    return found
 
 
 def _documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -251,7 +300,9 @@ def build_loader(
         _check_same_order(order, own_order)
     plan = partial(_training_samples, config, dp_rank, dp_size)
     pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
-    reader = BatchReader(mixture, sources, config.training.seq_len, config.data.document_mask, pin_memory)
+    n_further = 0 if validation or not is_described(config.model) else config.model.multi_token.depth or 0
+    seq_len = config.training.seq_len
+    reader = BatchReader(mixture, sources, seq_len, config.data.document_mask, pin_memory, n_further)
     if validation:
         # Makes the sources check now, and on all ranks, that they have enough samples.
         read_from, _ = reader.locate(np.arange(config.validation.sequences))

@@ -20,7 +20,7 @@ import numpy as np
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
-from trainer.data.sources import PADDING, TokenSource
+from trainer.data.sources import PADDING, TokenSource, masked_targets
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
 
@@ -44,7 +44,7 @@ class PackingWriter:
         self._writer.__enter__()
         return self
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Add a document."""
         ids = np.asarray(tokens, dtype=np.uint32)
         self.n_cut += len(ids) > self._room
@@ -151,15 +151,17 @@ class PackedSource(TokenSource):
         """The number of each window; implements `SampleSource`."""
         return super().addresses(ordinals) // self._seq_len
 
-    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray | None:
         """Fetch window number `address`; padding is marked as the start of a document."""
         start = int(self._starts[address])
         length = int(self._lengths[address])
-        tokens[:length] = self.folder.read(start, length)
+        found, gives_none = self.folder.read_with_mask(start, length)
+        tokens[:length] = found
         tokens[length:] = PADDING
         if starts is not None:
             starts[self.folder.document_starts(start, length)] = True
             starts[length : length + 1] = True
+        return masked_targets(tokens, gives_none, starts)
 
     def span(self, window: int) -> tuple[int, int]:
         """The tokens [start, stop) of a window."""

@@ -146,10 +146,11 @@ class TokenSource:
         """Fetch the window whose first token is `address`."""
         if address >= self.folder.n_tokens:
             return self._read_pieces(address, tokens, starts)
-        tokens[:] = self.folder.read(address, len(tokens))
+        found, gives_none = self.folder.read_with_mask(address, len(tokens))
+        tokens[:] = found
         if starts is not None:
             starts[self.folder.document_starts(address, len(tokens))] = True
-        return None
+        return masked_targets(tokens, gives_none, starts)
 
     def pieces(self, address: int) -> list[tuple[int, int]]:
         """The inputs of a window, as ranges [start, stop) of the folder's tokens, in their order."""
@@ -165,8 +166,9 @@ class TokenSource:
         filled = 0
         for start, stop in self.pieces(address):
             n = stop - start
-            tokens[filled : filled + n + 1] = self.folder.read(start, n + 1)
-            targets[filled : filled + n] = tokens[filled + 1 : filled + n + 1]
+            found, gives_none = self.folder.read_with_mask(start, n + 1)
+            tokens[filled : filled + n + 1] = found
+            targets[filled : filled + n] = found[1:] if gives_none is None else np.where(gives_none, PADDING, found)[1:]
             if starts is not None:
                 begins = self.folder.document_starts(start, n + 1)
                 starts[filled + begins] = True
@@ -182,6 +184,23 @@ class TokenSource:
     def check_unchanged(self) -> None:
         """Check the size and modification time of every file; also done at the start of each epoch."""
         self.folder.check_unchanged()
+
+
+def masked_targets(tokens: np.ndarray, gives_none: np.ndarray | None, starts: np.ndarray | None) -> np.ndarray | None:
+    """The targets of a window, as `SampleSource.read` returns them.
+
+    Args:
+        tokens: of the window.
+        gives_none: which of its first tokens, those before the padding, give no loss; None: no loss mask.
+        starts: as for `SampleSource.read`; documents are separate.
+    """
+    if gives_none is None:
+        return None
+    targets = tokens[1:].copy()
+    targets[: len(gives_none) - 1][gives_none[1:]] = PADDING
+    if starts is not None:
+        targets[starts[1:]] = PADDING
+    return targets
 
 
 class SyntheticSource:

@@ -29,6 +29,8 @@ from configs.files import whole
 
 MAGIC = b"KEELTOKN"
 VERSION = 1
+MASK_VERSION = 2
+"""The version of a file with a loss mask."""
 SUFFIX = ".tokens"
 BLOCK_BYTES = 1 << 16
 """Bytes of tokens under one checksum: at 7 GB/s, 10 microseconds on first access, and 0.01% of the file."""
@@ -55,11 +57,18 @@ class Header:
     """xxh3_128 of the tokenizer's file, in hex."""
     tables_hash: bytes
     """xxh3_128 of the block checksums and document offsets."""
+    has_mask: bool = False
+    """Whether a token is stored as 2 * id, plus 1 if it gives no loss as a target; otherwise it is stored as its id."""
+
+    @property
+    def limit(self) -> int:
+        """The stored numbers are below it."""
+        return 2 * self.vocab_size if self.has_mask else self.vocab_size
 
     @property
     def dtype(self) -> np.dtype:
-        """Two bytes per token if the vocabulary allows it, otherwise four."""
-        return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
+        """Two bytes per token if its numbers allow it, otherwise four."""
+        return np.dtype("<u2") if self.limit <= 1 << 16 else np.dtype("<u4")
 
     @property
     def n_blocks(self) -> int:
@@ -79,7 +88,8 @@ class Header:
     def pack(self) -> bytes:
         """The header's bytes in the file."""
         sizes = (self.dtype.itemsize, self.vocab_size, self.n_tokens, self.n_documents)
-        packed = _HEADER.pack(MAGIC, VERSION, *sizes, bytes.fromhex(self.tokenizer_hash), self.tables_hash)
+        version = MASK_VERSION if self.has_mask else VERSION
+        packed = _HEADER.pack(MAGIC, version, *sizes, bytes.fromhex(self.tokenizer_hash), self.tables_hash)
         return packed + xxhash.xxh3_64_digest(packed)
 
     @classmethod
@@ -94,14 +104,14 @@ class Header:
         if len(raw) < HEADER_BYTES:
             raise UserError(f"{path}: truncated inside the header, at {len(raw)} bytes; {_REMEDY}")
         _, version, itemsize, vocab_size, n_tokens, n_documents, tokenizer_hash, tables = _HEADER.unpack_from(raw)
-        if version != VERSION:
+        if version not in (VERSION, MASK_VERSION):
             raise UserError(
-                f"{path}: version {version} of the token file format; this Keel reads version {VERSION}; "
-                "use the Keel that wrote it"
+                f"{path}: version {version} of the token file format; this Keel reads versions {VERSION} and "
+                f"{MASK_VERSION}; use the Keel that wrote it"
             )
         if xxhash.xxh3_64_digest(raw[: _HEADER.size]) != raw[_HEADER.size : HEADER_BYTES]:
             raise UserError(f"{path}: the header is damaged (checksum mismatch); {_REMEDY}")
-        header = cls(vocab_size, n_tokens, n_documents, tokenizer_hash.hex(), tables)
+        header = cls(vocab_size, n_tokens, n_documents, tokenizer_hash.hex(), tables, version == MASK_VERSION)
         if itemsize != header.dtype.itemsize:
             raise UserError(f"{path}: {itemsize} bytes per token do not fit a vocabulary of {vocab_size}; {_REMEDY}")
         return header
@@ -135,7 +145,7 @@ class TokenFile:
         self._verified = bytearray(self.header.n_blocks)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Read tokens [start, start + length), in the file's own dtype.
+        """Read tokens [start, start + length) as they are stored, in the file's own dtype.
 
         Raises:
             UserError: they cannot be read, are damaged, or are not ids of the vocabulary; the message names the byte.
@@ -146,9 +156,9 @@ class TokenFile:
             if not self._verified[block]:
                 self._verify_blocks(block, block + 1)
         at = HEADER_BYTES + start * itemsize
-        tokens = np.frombuffer(self._bytes(at, length * itemsize), self.header.dtype)
-        self._check_ids(tokens, start)  # again, since the file may have changed since the block was verified
-        return tokens
+        numbers = np.frombuffer(self._bytes(at, length * itemsize), self.header.dtype)
+        self._check_ids(numbers, start)  # again, since the file may have changed since the block was verified
+        return numbers
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
         """The first tokens of the documents that start in tokens [start, start + length): int64 indices, ascending."""
@@ -229,17 +239,18 @@ class TokenFile:
                 if xxhash.xxh3_64_intdigest(data) != expected:
                     at = HEADER_BYTES + block * BLOCK_BYTES
                     raise self._error(at, "the tokens are damaged (checksum mismatch)")
-                tokens = np.frombuffer(data, self.header.dtype)
-                self._check_ids(tokens, block * BLOCK_BYTES // self.header.dtype.itemsize)
+                numbers = np.frombuffer(data, self.header.dtype)
+                self._check_ids(numbers, block * BLOCK_BYTES // self.header.dtype.itemsize)
                 self._verified[block] = 1
 
-    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
-        """Raise UserError if one of `tokens`, which start at token `start` of the file, is beyond the vocabulary."""
-        vocab_size = self.header.vocab_size
-        if len(tokens) and tokens.max() >= vocab_size:
-            index = int(np.argmax(tokens >= vocab_size))
+    def _check_ids(self, numbers: np.ndarray, start: int) -> None:
+        """Raise UserError if one of `numbers`, which start at token `start` of the file, is beyond the vocabulary."""
+        limit = self.header.limit
+        if len(numbers) and numbers.max() >= limit:
+            index = int(np.argmax(numbers >= limit))
             at = HEADER_BYTES + (start + index) * self.header.dtype.itemsize
-            what = f"token id {tokens[index]} is beyond the vocabulary of {vocab_size}"
+            token = int(numbers[index]) >> self.header.has_mask
+            what = f"token id {token} is beyond the vocabulary of {self.header.vocab_size}"
             raise self._error(at, f"{what} (token {start + index} of the file)")
 
     def _bytes(self, at: int, size: int) -> bytes:
@@ -313,6 +324,8 @@ class TokenFolder:
         ends = list(accumulate(file.n_tokens for file in self.files))
         self.n_tokens = ends[-1] if ends else 0
         """Tokens in all files."""
+        self.has_mask = any(file.header.has_mask for file in self.files)
+        """Whether some tokens may give no loss as targets."""
         if not self.n_tokens:
             others = [str(file.parent) for file in sorted(self.path.glob("*/*" + SUFFIX))]
             hint = f"there are some in {others[0]}" if others else "make them with scripts/prepare_data.py"
@@ -331,13 +344,26 @@ class TokenFolder:
             IndexError: they are not all in the folder.
             UserError: they cannot be read, are damaged, or are not ids of the vocabulary; the message names the byte.
         """
+        return self.read_with_mask(start, length)[0]
+
+    def read_with_mask(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Read tokens as `read`, and which of them give no loss as targets.
+
+        Returns:
+            The tokens, and bool of the same shape; None in its place if the folder has no loss mask.
+        """
         parts = self._parts(start, length)
         tokens = np.empty(length, dtype=np.int64)
+        gives_none = np.zeros(length, dtype=bool) if self.has_mask else None
         filled = 0
         for file, first, count in parts:
-            tokens[filled : filled + count] = file.read(first, count)
+            numbers = file.read(first, count)
+            if gives_none is not None and file.header.has_mask:
+                gives_none[filled : filled + count] = numbers & 1
+                numbers = numbers >> 1
+            tokens[filled : filled + count] = numbers
             filled += count
-        return tokens
+        return tokens, gives_none
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
         """Where documents start in tokens [start, start + length): int64, ascending, relative to `start`."""

@@ -92,9 +92,14 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return [*begin, *encode_runs(tokenizer, text), *end]
+
+
+def encode_runs(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text of any length, without special tokens around it."""
     if len(text) <= RUN_CHARACTERS:
-        return [*begin, *tokenizer.encode(text), *end]
-    return [*begin, *chain.from_iterable(tokenizer.encode(run) for run in _runs(text)), *end]
+        return tokenizer.encode(text)
+    return list(chain.from_iterable(tokenizer.encode(run) for run in _runs(text)))
 
 
 def _runs(text: str) -> Iterator[str]:

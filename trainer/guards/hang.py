@@ -1,7 +1,8 @@
 """A rank's report when a step does not end, and what follows from all reports.
 
-`hangs/step-N/rank-R.txt` has a rank's Python stacks and its last collectives. Torch numbers the collectives of each
-process group, so the rank that the others wait for is the one with the lowest number.
+`hangs/step-N/rank-R.txt` has a rank's Python stacks and its last collectives, and on GPUs `nccl_trace_rank_R` all that
+torch's flight recorder has of them: `torchfrtrace` compares the ranks' (`docs/faults.md`). Torch numbers the
+collectives of each process group, so the rank that the others wait for is the one with the lowest number.
 """
 
 import faulthandler
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.files import open_plain
-from parallelisms.torch_internals import collectives_issued, last_collectives
+from configs.files import open_plain, replacing
+from parallelisms.nccl import TRACE
+from parallelisms.torch_internals import collectives_issued, last_collectives, recorded_by_nccl
 from trainer.guards.peers import Beat
 
 SHOWN_COLLECTIVES = 50
@@ -42,6 +44,9 @@ def write_report(path: Path, beat: Beat, told: str) -> dict[str, int]:
         counts = "".join(f"  {group}: {count}\n" for group, count in issued.items())
         lines = "".join(f"  {line}\n" for line in last_collectives(SHOWN_COLLECTIVES))
         file.write(f"\nCollectives issued, by group:\n{counts}\nThe last ones, oldest first:\n{lines}\n")
+    if recorded := recorded_by_nccl():
+        with replacing(path.with_name(f"{TRACE}{beat.rank}")) as trace:
+            trace.write(recorded)
     return issued
 
 

@@ -2,15 +2,21 @@
 
 Every two seconds, a thread of every rank writes a *beat* to the store through which the process group was formed. So if
 a rank dies or stops and can report nothing, the others name it: ranks on its host by what the kernel knows of its
-process, ranks elsewhere by its beat, which no longer changes. Only an agent such as torchrun learns the signal that
-ended a process. But a crash leaves Python's stacks in `crashes/`, with the signal's name, and SIGKILL leaves none.
+process, ranks elsewhere by its beat, which no longer changes.
+
+All ranks share one store, so none reads all beats. Rank r watches the ranks r + 1, r + 2, r + 4, r + 8, ... (modulo the
+number of ranks; as the fingers of Chord, Stoica et al. 2001, section 4.3), in one request every two seconds, and tells
+all others whom it has found. The first lost rank after one that lives is always watched, so of any ranks that are lost
+together some are named; of neighbors, such as a host's, up to half of all ranks, each one is. Only an agent such as
+torchrun learns the signal that ended a process. But a crash leaves Python's stacks in `crashes/`, with the signal's
+name, and SIGKILL leaves none.
 """
 
 import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +93,12 @@ class Peers:
         self.own = Beat(rank, socket.gethostname(), os.getpid(), space, born, str(crash_file), since=time.time())
         self._neighbors: dict[int, Beat] = {}
         self._latest: dict[int, Beat] = {}
-        self._seen: dict[int, tuple[int, float]] = {}
-        """The last beat count read of each rank, and when it was first read."""
+        self._seen: dict[int, tuple[int, float, int]] = {}
+        """The last beat count read of each rank, when it was first read, and how often since then."""
+        self.watched = watched_by(rank, world_size)
         self._news = 0
+        self._unheard: dict[int, str] = {}
+        """The keys of news that were announced, but not written yet."""
         self.forged = ""
         """The first value that was refused, since no rank of this launch has written it."""
         self._send()
@@ -127,15 +136,22 @@ class Peers:
     def _set(self, key: str, value: dict[str, Any]) -> None:
         self._ask("set", key, signed(key, json.dumps(value)))
 
-    def _get(self, key: str) -> Any:
-        """The value that a rank has written; None if none has, or somebody else."""
-        if not self._ask("check", [key]):
-            return None
-        try:
-            return json.loads(verified(key, self._ask("get", key)))
-        except Forged as error:
-            self.forged = self.forged or str(error)
-            return None
+    def _existing(self, keys: dict[int, str]) -> dict[int, str]:
+        """Those of some keys under which something is written: one request if it is under all."""
+        if not keys or self._ask("check", list(keys.values())):
+            return keys
+        return {number: key for number, key in keys.items() if self._ask("check", [key])}
+
+    def _read(self, keys: Mapping[int, str]) -> dict[int, Any]:
+        """What ranks have written under keys that exist, in one request; without what somebody else has."""
+        found = {}
+        values = self._ask("multi_get", list(keys.values())) if keys else []
+        for (number, key), value in zip(keys.items(), values, strict=True):
+            try:
+                found[number] = json.loads(verified(key, value))
+            except Forged as error:
+                self.forged = self.forged or str(error)
+        return found
 
     @property
     def is_alone(self) -> bool:
@@ -147,7 +163,10 @@ class Peers:
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The last beats of `ranks`, except those that have not sent one yet."""
         keys = {rank: f"beat/{rank}" for rank in ranks if rank != self.own.rank}
-        found = [Beat(**told) for key in keys.values() if (told := self._get(key))]
+        known = {rank: key for rank, key in keys.items() if rank in self._latest}
+        new = {rank: key for rank, key in keys.items() if rank not in known}
+        told = self._read(known | self._existing(new))
+        found = [Beat(**told[rank]) for rank in keys if rank in told]
         self._latest |= {beat.rank: beat for beat in found}
         return found
 
@@ -162,12 +181,13 @@ class Peers:
         self._set(f"news/{self._ask('add', 'news', 1)}", news)
 
     def hear(self) -> list[dict[str, Any]]:
-        """The news since the last call."""
-        news = []
-        while self._ask("check", [f"news/{self._news + 1}"]):
-            self._news += 1
-            news.append(self._get(f"news/{self._news}"))
-        return [each for each in news if each is not None]
+        """The news since the last call: one request, and two more if there are any."""
+        count = self._ask("add", "news", 0)
+        self._unheard |= {number: f"news/{number}" for number in range(self._news + 1, count + 1)}
+        self._news = count
+        written = self._existing(self._unheard)  # a rank that has taken a number writes under it next
+        self._unheard = {number: key for number, key in self._unheard.items() if number not in written}
+        return list(self._read(written).values())
 
     def answer(self, question: str, counts: dict[str, int]) -> None:
         """Answer a question that one rank has asked all ranks."""
@@ -175,8 +195,7 @@ class Peers:
 
     def answers(self, question: str) -> dict[int, dict[str, int]]:
         """The ranks' answers so far."""
-        keys = {rank: f"{question}/{rank}" for rank in range(self.world_size)}
-        return {rank: told for rank, key in keys.items() if (told := self._get(key)) is not None}
+        return self._read(self._existing({rank: f"{question}/{rank}" for rank in range(self.world_size)}))
 
     def is_first(self, to: str) -> bool:
         """Whether this rank is the first to call this with `to`; also True if the store is gone."""
@@ -217,15 +236,20 @@ class Peers:
         self._store_has_no_host = is_part_of_rank_0 and any(loss.beat.rank == 0 for loss in lost)
         return lost
 
-    def silent(self, seconds: float, ranks: Iterable[int] | None = None) -> list[Loss]:
-        """Ranks whose beat has not changed for `seconds`, by this rank's clock, since it was first read."""
+    def silent(self, seconds: float, ranks: Iterable[int]) -> list[Loss]:
+        """Ranks whose beat has not changed for `seconds`, by this rank's clock, since it was first read.
+
+        It has been read twice since then: if this rank, or the store, was stopped meanwhile, nothing is known.
+        """
         now = time.monotonic()
         lost = []
-        for beat in self.beats(range(self.world_size) if ranks is None else ranks):
-            count, since = self._seen.get(beat.rank, (-1, now))
+        for beat in self.beats(ranks):
+            count, since, times = self._seen.get(beat.rank, (-1, now, 0))
             if beat.count != count:
-                self._seen[beat.rank] = (beat.count, now)
-            elif now - since >= seconds and beat.ended is None:
+                self._seen[beat.rank] = (beat.count, now, 0)
+                continue
+            self._seen[beat.rank] = (count, since, times + 1)
+            if now - since >= seconds and times > 0 and beat.ended is None:
                 how = f"does not answer: no beat for {now - since:.0f} s (stopped, or its host is unreachable)"
                 lost.append(Loss(beat, how))
         return lost
@@ -234,10 +258,11 @@ class Peers:
         """What the others are told of this rank's own end, after `step` steps."""
         return Loss(replace(self.own, step=step), f"has ended: {self.own.ended}")
 
-    def failed(self) -> list[Loss]:
-        """Ranks that have ended with their own error."""
-        beats = self.beats(range(self.world_size))
-        return [Loss(beat, f"has ended: {beat.ended}") for beat in beats if beat.ended]
+
+def watched_by(rank: int, world_size: int) -> list[int]:
+    """The ranks whose beats a rank reads: those at distances of powers of two."""
+    distances = [1 << bit for bit in range(world_size.bit_length()) if 1 << bit < world_size]
+    return [(rank + distance) % world_size for distance in distances]
 
 
 def _death(beat: Beat) -> Loss:

@@ -4,10 +4,10 @@
 - A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all others, including those
   that are not in a step. Each writes its Python stacks and last collectives to a file in `hangs/step-N/`, and one line
   in run.log names the ranks that the others wait for. All this happens before the time-out ends the run.
-- A rank that dies is noticed within seconds by the ranks on its host, which tell all others; a rank that ends with an
-  error tells them itself. Most are about to fail in a collective and end by themselves. A rank that is stuck where no
-  exception reaches it, as in a collective of NCCL or a launch that the device does not take, is ended by this thread,
-  after a report as of a hang.
+- A rank that dies is noticed within seconds by the ranks on its host, which tell all others, as those do that watch its
+  beats if its host is gone; a rank that ends with an error tells them itself. Most are about to fail in a collective
+  and end by themselves. A rank that is stuck where no exception reaches it, as in a collective of NCCL or a launch that
+  the device does not take, is ended by this thread, after a report as of a hang.
 
 So no rank outlives another for longer than `job.timeout_seconds`, wherever it waits.
 """
@@ -31,7 +31,7 @@ from checkpoint.incarnation import Incarnation
 from configs.errors import KeelError, OutageError
 from configs.files import AppendedFile, open_plain
 from parallelisms.ranks import error_as_json, error_of
-from parallelisms.torch_internals import store_of_the_job
+from parallelisms.torch_internals import abort_collectives, store_of_the_job, uses_nccl
 from trainer.guards.hang import hang_folder, late, line_of_hang, write_report
 from trainer.guards.peers import PERIOD_SECONDS, SILENT_SECONDS, Loss, Peers
 from trainer.lifecycle import refresh_status
@@ -39,6 +39,10 @@ from trainer.lifecycle import refresh_status
 REFRESH_SECONDS = 30.0
 GRACE_SECONDS = 15.0
 """How long the main thread may take to notice that a rank has died, before the watchdog ends the process."""
+NCCL_GRACE_SECONDS = 5.0
+"""The same on GPUs, where a collective never tells that a rank has died."""
+_ABORT_SECONDS = 3.0
+"""How long NCCL's communicators may take to abort."""
 SHOWN_RANKS = 8
 _OF_COMMUNICATION = re.compile(r"gloo|nccl|c10d|store|socket|connection|timed? ?out|peer", re.IGNORECASE)
 
@@ -78,6 +82,8 @@ class Watchdog:
         self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
         self._lost: dict[int, Loss] = {}
         """Dead ranks, and the first that has ended with an error."""
+        self._silent: dict[int, Loss] = {}
+        """Ranks whose beats have stopped, for now: they may go on, so this alone ends nothing."""
         self._lost_since = self._last_heard = 0.0
         self._late: list[Loss] = []
         """Ranks that the others wait for, according to the last report of a hang."""
@@ -161,7 +167,7 @@ class Watchdog:
         """The ranks whose end caused this rank's error; empty if the error is this rank's own. May take seconds."""
         if self.peers.world_size == 1 or isinstance(error, KeelError) or not _OF_COMMUNICATION.search(str(error)):
             return []
-        deadline = time.monotonic() + SILENT_SECONDS + PERIOD_SECONDS
+        deadline = time.monotonic() + SILENT_SECONDS + 2 * PERIOD_SECONDS
         found = self._find()
         while not found and time.monotonic() < deadline:
             time.sleep(PERIOD_SECONDS / 10)
@@ -169,12 +175,10 @@ class Watchdog:
         return found or self._late
 
     def _find(self) -> list[Loss]:
-        """Dead ranks if there are any, otherwise stopped or silent ones, otherwise failed ones."""
-        dead = [loss for loss in self._lost.values() if loss.is_dead]
-        lost = dead or self.peers.lost_neighbors(self._mark[0])
-        with suppress(RuntimeError):  # the store may have died with its rank
-            lost = lost or self.peers.silent(SILENT_SECONDS) or self.peers.failed()
-        return lost
+        """Dead ranks if there are any, otherwise stopped or silent ones, otherwise the first that has failed."""
+        known = list(self._lost.values())
+        dead = [loss for loss in known if loss.is_dead]
+        return dead or self.peers.lost_neighbors(self._mark[0]) or list(self._silent.values()) or known
 
     # ------------------------------------------------------------------ the thread
 
@@ -194,6 +198,7 @@ class Watchdog:
             with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run continues
                 self.peers.beat(step, doing, time.time() - seconds)
                 self.peers.find_neighbors()
+                self._look_for_the_silent()
                 if self.rank == 0:
                     self._show_life()
                 if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
@@ -223,9 +228,30 @@ class Watchdog:
                 self._lose(loss)
                 with suppress(RuntimeError):
                     self.peers.tell({"lost": asdict(loss)})
-        if self._lost and time.monotonic() - self._lost_since > GRACE_SECONDS and not self._closed.is_set():
+        if not self._lost or self._closed.is_set():
+            return
+        grace = NCCL_GRACE_SECONDS if uses_nccl() else GRACE_SECONDS
+        if time.monotonic() - self._lost_since > grace:
             self._leave_report()
+            # The device, and ranks that are connected to this one, stop waiting; it may wait for a device that hangs.
+            aborting = threading.Thread(target=abort_collectives, name="abort", daemon=True)
+            aborting.start()
+            aborting.join(_ABORT_SECONDS)
             self._end(list(self._lost.values()))
+
+    def _look_for_the_silent(self) -> None:
+        """Tell all ranks which of those that this one watches fall silent, or speak again; one of the watchers does."""
+        silent = {loss.beat.rank: loss for loss in self.peers.silent(SILENT_SECONDS, self.peers.watched)}
+        news: list[tuple[int, dict[str, Any] | None]] = []
+        for rank in self.peers.watched:
+            loss = silent.get(rank)
+            if (loss is None) == (rank not in self._silent):
+                continue
+            event = f"silent {rank} {loss.beat.count}" if loss else f"speaks {rank} {self._silent[rank].beat.count}"
+            if self.peers.is_first(event):
+                news.append((rank, asdict(loss) if loss else None))
+        if news:
+            self.peers.tell({"silent": news})
 
     def _leave_report(self) -> None:
         """Write where this rank is stuck, and its last collectives, before it is ended."""
@@ -242,6 +268,11 @@ class Watchdog:
         for news in self.peers.hear():
             if "lost" in news:
                 self._lose(Loss.of(news["lost"]))
+            elif "silent" in news:
+                for rank, loss in news["silent"]:
+                    self._silent.pop(rank, None)
+                    if loss:
+                        self._silent[rank] = Loss.of(loss)
             elif "hang" in news:
                 self._report(news["hang"])
             elif "done" in news:

@@ -16,6 +16,8 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 A layer with a window counts the tokens that are in it, instead of seq_len. Where values have another width than queries
 and keys (latent attention), head_dim is the mean of both; the zeros that values are padded with are not counted.
 
+A module that predicts further tokens (model.multi_token) counts as a layer, its joining matrix and one more head.
+
 Keel's `mfu` and `tflops` are the *causal* ones: they count only work that is really done, and so cannot flatter long
 sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's also count the
 embedding); to compare, multiply `mfu` by full / causal, which are both in the start-up summary. Both count what
@@ -29,7 +31,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from configs.architectures import all_weights
+from configs.architectures import all_weights, block_names
 from configs.architectures.llama import window_of
 from configs.architectures.parts import Weight
 from configs.layout import attention_features
@@ -57,12 +59,16 @@ def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ())
         frozen: names of the frozen parameters.
     """
     weights = list(all_weights(model) if is_described(model) else _weights_of(model))
-    matrices = sum(_multiplied(weight) for weight in weights)
+    blocks = block_names(model) if is_described(model) else range(model.n_layers)
+    further = len(blocks) - model.n_layers
+    # Each module that predicts a further token multiplies by the head again.
+    heads = sum(_multiplied(weight) for weight in weights if weight.role == "head") * further
+    matrices = sum(_multiplied(weight) for weight in weights) + heads
     idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, set())
     computed = 6 * matrices - 2 * idle
     pairs = sum(
         tokens_seen(model, layer, seq_len) * (1 if layer in idle_layers else 3)  # backward takes two passes
-        for layer in range(model.n_layers)
+        for layer in range(len(blocks))
     )
     scores = attention_features(model) * pairs
     return TokenFlops(causal=computed + round(scores), full=computed + round(2 * scores))

@@ -30,8 +30,8 @@ from trainer.planning.skeleton import skeleton
 from trainer.report.units import size
 
 SHARE_OF_A_CARD = 0.9
-"""The part of a GPU's memory that memory_limit_gib = "device" fills with tensors, by estimate. CUDA and NCCL take up to
-1 GiB of the rest, the allocator's unused pieces and the estimate's error another few percent."""
+"""The part of a GPU's memory that memory_limit_gib = "device" fills with tensors, by estimate. CUDA takes up
+to 1 GiB of the rest, NCCL half a GiB a communicator, the allocator's unused pieces and the estimate's error some."""
 _FREED = 'fsdp.reshard_after_forward = "always"'
 
 

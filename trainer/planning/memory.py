@@ -9,8 +9,8 @@ first split by expert over `ep`, and are assumed to have equal load. Owners (fsd
 whole parameters.
 
 The estimate is of allocated memory, `torch.cuda.max_memory_allocated()`, and is within a few percent of it. A GPU must
-hold more: the CUDA context (about half a GiB, more with many NCCL communicators), and what torch's allocator has
-reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
+hold more: the CUDA context (about half a GiB), NCCL's communicators, which are counted apart, and what torch's
+allocator has reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
 from bisect import bisect_left
@@ -39,6 +39,11 @@ from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS's workspace on Hopper and later, as torch sets it, for each of two threads: forward's and backward's."""
+
+_COMMUNICATOR_BYTES = 2**29
+"""A communicator's channels, measured by others: 544 MB on 2 A100 with NVLink, 688 on 4 (NVIDIA/nccl issue 964)."""
+_OF_ALL_PAIRS_BYTES = 33 * 10**8
+"""The same where every rank sends to every other, as experts' tokens: 3.3 GB on 8 H100 (NVIDIA/nccl issue 1685)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class MemoryEstimate:
     """Memory that libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
     peak: Moment
     """The worst moment of a step."""
+    communicators: int
+    """Memory of NCCL's communicators, which torch does not allocate: it is beside all others, and not in `device`."""
     offloaded: bool
     """Whether parameters, gradients and optimizer state are in CPU memory (fsdp.cpu_offload)."""
 
@@ -93,6 +100,29 @@ class MemoryEstimate:
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""
     return largest(RankMemory(config, sizes, device_type, rank, mesh) for rank in distinct_ranks(config))
+
+
+def count_communicators(sizes: MeshSizes, by_whole_matrices: bool = False) -> int:
+    """The NCCL communicators of a rank: one for each set of ranks with which it communicates (`build_mesh`).
+
+    Args:
+        sizes: the mesh.
+        by_whole_matrices: whether the optimizer needs whole matrices, which the ranks of a stage exchange.
+    """
+
+    def over(*axes: str) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if sizes.axes[axis] > 1)
+
+    of_tokens = ("dp_replicate", "dp_shard", "cp")
+    sets = {over("pp", *of_tokens, "tp"), over(*of_tokens), over("tp"), over("pp")}
+    if not sizes.by_owner:
+        sets |= {over("dp_replicate"), over("dp_shard", "cp")}
+    if by_whole_matrices:
+        sets.add(over(*of_tokens, "tp"))
+    has_experts = sizes.ep > 1
+    # Context and expert parallelism have their own; if both are over the same ranks, these share it.
+    inside_layers = (sizes.cp > 1) + (has_experts and sizes.ep != sizes.cp)
+    return len(sets - {()}) + inside_layers + (has_experts and sizes.expert_shard > 1)
 
 
 def distinct_ranks(config: Config) -> list[int]:
@@ -124,7 +154,7 @@ def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Parameters that FSDP gathers together."""
 
     name: str
@@ -163,6 +193,7 @@ class RankMemory:
             optimizer=self.optimizer,
             buffers=self._buffers(),
             peak=max(self.moments(), key=lambda moment: moment.total),
+            communicators=self._communicators() if self.device_type == "cuda" else 0,
             offloaded=config.fsdp.cpu_offload,
         )
 
@@ -198,7 +229,7 @@ class RankMemory:
             return block in self.layers
         if not self.model.is_before_blocks(name):
             return self.has_head
-        return 0 in self.stages or (self._is_tied and self.has_head)
+        return 0 in self.stages or (self.has_head and (self._is_tied or self._n_further > 0))
 
     def _own_shape(self, name: str) -> Shape:
         """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
@@ -228,17 +259,17 @@ class RankMemory:
         return max(optimizer_bytes(self.config, self.sizes, self.shards))
 
     @cached_property
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[Group]:
         """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
         members: dict[str, list[str]] = {}
         for name in self.shapes:
             members.setdefault(self.model.fsdp_group_of(name), []).append(name)
         return [self._group(key, names) for key, names in members.items()]
 
-    def _group(self, key: str, names: Sequence[str]) -> _Group:
+    def _group(self, key: str, names: Sequence[str]) -> Group:
         elements = {name: prod(self.shapes[name]) for name in names}
         trained = [name for name in names if name not in self.frozen]
-        return _Group(
+        return Group(
             key,
             trained=sum(elements[name] for name in trained),
             trained_shard=sum(self.shards[name] for name in trained),
@@ -290,6 +321,11 @@ class RankMemory:
 
     def _gradients(self, sharded: int) -> int:
         return sum(map(self._held, self.groups)) if self.reduces_once else sharded * self.state_bytes
+
+    def _communicators(self) -> int:
+        count = count_communicators(self.sizes, self.config.optimizer.name == "muon")
+        of_pairs = int(self.sizes.ep > 1)
+        return (count - of_pairs) * _COMMUNICATOR_BYTES + of_pairs * _OF_ALL_PAIRS_BYTES
 
     def _buffers(self) -> int:
         """Library buffers; a pipeline stage receives each micro-batch, and each gradient, into a separate tensor."""
@@ -374,7 +410,7 @@ class RankMemory:
     def is_exact(self) -> bool:
         return not sums_of(self.config.training).mesh_changes_bits
 
-    def _held(self, group: _Group) -> int:
+    def _held(self, group: Group) -> int:
         """Bytes of the group's gradients between two micro-batches; if exact, of a partial sum for each bit of their
         number, which replicas divide among themselves."""
         if self.is_exact:
@@ -382,7 +418,7 @@ class RankMemory:
             return (self.micro_batches.bit_length() - 1) * part
         return group.trained * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
 
-    def _reduced_shard(self, group: _Group) -> int:
+    def _reduced_shard(self, group: Group) -> int:
         """Bytes of the group's gradients after their reduction, on the device."""
         return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
@@ -397,7 +433,7 @@ class RankMemory:
         return [0, *accumulate(map(self._reduced_shard, self.groups))]
 
     @cached_property
-    def _root(self) -> list[_Group]:
+    def _root(self) -> list[Group]:
         """The groups that stay gathered throughout."""
         return [group for group in self.groups if group.name == "root"]
 
@@ -457,7 +493,10 @@ class RankMemory:
         whole = kept[-1] + stream
         n_bytes = kept[n_layers] + stream + (self._in_flight - 1) * whole  # with the first block's input
         if self.has_head and n_layers == len(self.layers):
-            n_bytes += stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+            normed = stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+            # A module that predicts a further token keeps about what the last layer does, and what it joins.
+            of_module = kept[-1] - kept[-2] + 4 * stream + normed
+            n_bytes += normed + self._n_further * of_module
         return ceil(n_bytes)
 
     @cached_property
@@ -494,6 +533,11 @@ class RankMemory:
         return f"{(plan.before_blocks if self._is_tied else plan.after_blocks[-1:])[0]}.weight"
 
     @property
+    def _n_further(self) -> int:
+        """Modules that predict further tokens, each with a loss."""
+        return len(self.model.plan.further_blocks)
+
+    @property
     def _is_tied(self) -> bool:
         """Whether embedding and head share one matrix, which then has one name."""
         return f"{self.model.plan.after_blocks[-1]}.weight" not in self.model.shapes
@@ -514,7 +558,7 @@ class RankMemory:
         vocabulary = ceil(model.vocab_size / self.sizes.tp)
         softmax = max(compute, 4)
         by_weight = 0 if self._head in self.frozen else vocabulary * model.dim * softmax
-        ahead = by_weight + tokens * model.dim * compute
+        ahead = (by_weight + tokens * model.dim * compute) * (1 + self._n_further)
         waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
         if not peak:
             return (waiting - 1) * ahead

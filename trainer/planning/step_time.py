@@ -25,7 +25,7 @@ from configs.stages import stages_per_rank
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
-from trainer.planning.memory import distinct_ranks
+from trainer.planning.memory import Group, distinct_ranks
 from trainer.planning.states import BYTES, checkpoint_bytes
 
 _LAUNCH = 6e-6
@@ -156,6 +156,9 @@ def _left_out(config: Config) -> list[str]:
             config.activation_checkpoint.mode == "budget"
         ),
         "experts of unequal load": bool(config.model.n_experts),
+        "what joins states and embeddings in model.multi_token": (
+            is_described(config.model) and bool(config.model.multi_token.depth)
+        ),
         "the host's time for data": True,
     }
     return [words for words, applies in asked.items() if applies]
@@ -171,10 +174,16 @@ class _Rank(LayerTime):
     @cached_property
     def passes(self) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of each of FSDP's groups, in forward order; the backward pass with its recomputation."""
-        found = [({}, {}) if g.layer is None else self.pass_of(g.layer) for g in self.memory.groups]
+        found = [self._pass_of_group(group) for group in self.memory.groups]
         if self.memory.has_head:
             found[-1] = added(found[-1][0], self.head()), found[-1][1]
         return found
+
+    def _pass_of_group(self, group: Group) -> tuple[Seconds, Seconds]:
+        if group.name in self.memory.model.plan.further_blocks:  # like the last layer, and the head again
+            forward, backward = self.pass_of(self.config.model.n_layers - 1)
+            return added(forward, self.head()), backward
+        return ({}, {}) if group.layer is None else self.pass_of(group.layer)
 
     def pass_of(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of a layer, computed once for each kind."""

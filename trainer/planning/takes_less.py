@@ -16,7 +16,7 @@ from trainer.planning.memory import estimate_memory
 from trainer.report.units import size
 
 CONTEXT_BYTES = 2**30
-"""Memory of a GPU used by CUDA itself and NCCL's communicators, outside of torch's tensors: half a GiB to one."""
+"""Memory of a GPU used by CUDA itself, outside of torch's tensors and NCCL's communicators: half a GiB to one."""
 _MOST_RANKS = 2**16
 
 
@@ -35,9 +35,10 @@ def does_not_fit(config: Config, ranks: int, device_bytes: int, mesh: Mesh | Non
     def needed(changed: Config, n_ranks: int) -> int:
         sizes = mesh_sizes(changed, n_ranks)
         job = freeing_copies(changed, sizes)  # as is done where they do not fit
-        return estimate_memory(job, sizes, "cuda", mesh).device + CONTEXT_BYTES
+        estimate = estimate_memory(job, sizes, "cuda", mesh)
+        return estimate.device + estimate.communicators + CONTEXT_BYTES
 
-    memory = f"each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself)"
+    memory = f"each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself; NCCL's communicators are counted)"
     return _does_not_fit(config, ranks, memory, device_bytes, needed, _CHANGES)
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.layout import accumulation_steps, mesh_sizes
-from configs.schema import Attention, Config
+from configs.schema import Attention, Config, is_described
 from parallelisms.fake_ranks import fake_ranks
 from parallelisms.mesh import Mesh, build_mesh, groups_of_axes
 from parallelisms.ties import ties_kept
@@ -98,9 +98,13 @@ def _train(learner: Learner) -> None:
     """Run a step without its waits for values, which fake tensors do not have."""
     training = learner.config.training
     tokens = torch.zeros((training.micro_batch_size, training.seq_len), dtype=torch.int64)
-    batch = learner.own_part([MicroBatch(tokens, targets=tokens, positions=None, document_ids=None, samples=[])])
+    model = learner.config.model
+    depth = model.multi_token.depth if is_described(model) else None
+    further = tokens[..., None].expand(-1, -1, depth + 1) if depth else None
+    example = MicroBatch(tokens, targets=tokens, positions=None, document_ids=None, samples=[], further=further)
+    batch = learner.own_part([example])
     n_micro_batches = accumulation_steps(learner.config, learner.mesh.sizes)
-    calls = [learner.call(batch[0], learner.loss) for _ in range(n_micro_batches)]
+    calls = [learner.call(batch[0], learner.loss, is_training=True) for _ in range(n_micro_batches)]
     learner.passes.train(calls, scale=torch.ones((), dtype=torch.float64))
     learner.optimizer.clip(learner.grad_norm())
     for group in learner.optimizer.param_groups:

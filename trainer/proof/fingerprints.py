@@ -6,6 +6,7 @@ Rank 0 writes the lines. They are in memory until the next line of metrics or th
 
 import threading
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from configs.files import AppendedFile
 from configs.load import LoadedConfig
 from parallelisms.guards.fingerprint import GradientFingerprint
 from parallelisms.ranks import on_rank_zero
+from trainer.data.tokenizer import load_tokenizer
 from trainer.guards.environment import environment
 from trainer.guards.outages import Outages
 from trainer.guards.verdict import StepResult
 from trainer.planning.skeleton import skeleton
-from trainer.proof.record import FILE_NAME, Launch, Step
+from trainer.proof.record import FILE_NAME, TOKENIZER, Launch, Step
 from trainer.report.metrics import cut_back
 from trainer.saved_state import RunState
 
@@ -53,8 +55,12 @@ class Fingerprints:
         self._last_step = 0
         self._lock = threading.Lock()
 
-    def open(self, run: RunState, next_sample: int) -> None:
+    def open(self, run: RunState, position: dict[str, Any]) -> None:
         """Begin a launch, or begin again after a rewind; all ranks must call it.
+
+        Args:
+            run: the steps before.
+            position: in the data, as `DataLoader.state_dict` returns it.
 
         Raises:
             UserError: the file can't be written.
@@ -64,14 +70,19 @@ class Fingerprints:
             shapes = skeleton(self._job.config.model).shapes
             line = Launch(
                 step=run.step,
-                next_sample=next_sample,
+                next_sample=position["next_sample"],
                 mesh=self._mesh,
                 ranks=dist.get_world_size(),
                 environment=self._environment,
                 parameters=[(name, prod(shapes[name])) for name in self._gradients.names],
                 job=self._job.to_toml(),
+                data={name: source["fingerprint"] for name, source in position["sources"].items()} | self._tokenizer(),
             ).line()
         on_rank_zero(None, lambda: self._open(run.step, line))
+
+    def _tokenizer(self) -> dict[str, str]:
+        path = self._job.config.tokenizer.path
+        return {TOKENIZER: load_tokenizer(path).hash} if path else {}
 
     def _open(self, step: int, line: str) -> None:
         self.flush()

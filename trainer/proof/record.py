@@ -1,16 +1,18 @@
 """The lines of `fingerprints.jsonl`: one for each launch, with what decides the bits of its steps, and one per step.
 
 A step belongs to the launch whose line is the last before its own. Its line has its loss and gradient norm, exactly,
-and the numbers of `parallelisms/guards/fingerprint.py`, in base64: 12 bytes per parameter and 4 per rank.
+and the numbers of `parallelisms/guards/fingerprint.py`, arrays in base64: 12 bytes per parameter and 4 per rank.
 """
 
 import base64
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 FILE_NAME = "fingerprints.jsonl"
+TOKENIZER = "the tokenizer"
+"""Its key among the hashes of the data."""
 TYPES = {"digests": "<u4", "norms": "<f4", "samples": "<f4", "ranks": "<u4"}
 """The arrays of a step's line; samples may also be float64."""
 
@@ -32,6 +34,8 @@ class Launch:
     """Name and number of elements of each of the model's parameters, in its order."""
     job: str
     """The resolved job file."""
+    data: dict[str, str] = field(default_factory=dict)
+    """The fingerprint of each source, by its name, and the tokenizer's hash; empty in files of earlier versions."""
 
     def line(self) -> str:
         """The line that stands in the file."""
@@ -50,6 +54,8 @@ class Step:
     norms: np.ndarray
     samples: np.ndarray
     ranks: np.ndarray
+    data: int | None = None
+    """Digest of the global batch; None in files of earlier versions."""
 
     def is_of(self, launch: Launch) -> bool:
         """Whether it has a number for each of the launch's parameters, as an undamaged line has."""
@@ -59,7 +65,7 @@ class Step:
         """The line that stands in the file."""
         numbers = {"loss": self.loss.hex(), "grad_norm": self.grad_norm.hex()}
         arrays = {name: _text(getattr(self, name)) for name in TYPES}
-        return json.dumps({"step": self.step, **numbers, **arrays})
+        return json.dumps({"step": self.step, **numbers, **arrays, "data": self.data})
 
 
 def _text(array: np.ndarray) -> str:

@@ -236,6 +236,8 @@ class StepMetrics:
     """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
     router_entropy: float | None = None
     """Entropy of the router's scores, in nats, averaged over tokens and layers."""
+    multi_token_losses: dict[str, float] | None = None
+    """Mean cross-entropy of each module that predicts further tokens, over its valid targets, by depth from "1"."""
     incidents: list[dict[str, Any]] | None = None
     """The run's incidents since the previous line (see docs/faults.md)."""
     slowest_rank: int | None = None

@@ -60,14 +60,14 @@ class StepRecords:
         self._log: MetricsLog | None = None
         self._wall_clock = WallClock(ledger, launch)
 
-    def open(self, run: RunState, next_sample: int) -> None:
-        """Begin after the steps of `run`, with the sample `next_sample`; all ranks call it.
+    def open(self, run: RunState, position: dict[str, Any]) -> None:
+        """Begin after the steps of `run`, at a position in the data; all ranks call it.
 
         Raises:
             UserError: the files can't be written.
         """
         on_rank_zero(None, lambda: self._open(run.step))
-        self.fingerprints.open(run, next_sample)
+        self.fingerprints.open(run, position)
 
     def _open(self, step: int) -> None:
         if self._log:
@@ -96,6 +96,7 @@ class StepRecords:
         memory: Memory,
         validation: ValidationResult | None,
         balance: Balance | None,
+        further_losses: dict[str, float] | None,
         lag: Lag | None,
         details: StepDetails | None,
         incidents: list[dict[str, Any]],
@@ -127,6 +128,7 @@ class StepRecords:
             **(vars(validation) if validation else {}),
             incidents=incidents or None,
             **(vars(balance) if balance else {}),
+            multi_token_losses=further_losses,
             slowest_rank=lag.rank if lag else None,
             lag_seconds=lag.seconds if lag else None,
             phase_seconds=lag.phase_seconds if lag else None,

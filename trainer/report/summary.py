@@ -246,6 +246,8 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | Non
     lines = [f"about {size(estimate.device)} per rank{where} (estimate of what is allocated{beside})"]
     states = ("parameters", "gradients", "optimizer")
     lines += [", ".join(f"{name} {size(getattr(estimate, name))}" for name in states)]
+    if estimate.communicators:
+        lines[0] += f"\nabout {size(estimate.communicators)} for NCCL's communicators, beside that"
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
     return "\n".join(lines)
 

@@ -22,13 +22,17 @@ from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX, TokenFolder
 
 
-def _token_file(folder: Path) -> Path:
+def _token_file(folder: Path, has_mask: bool = False) -> Path:
     path = folder / f"00000{SUFFIX}"
-    with TokenFileWriter(path, 500, "0" * 32) as file:
+    with TokenFileWriter(path, 500, "0" * 32, has_mask) as file:
         dice = random.Random(0)
         for _ in range(40):
-            file.append([dice.randrange(500) for _ in range(dice.randint(1, 300))])
+            file.append([dice.randrange(500 << has_mask) for _ in range(dice.randint(1, 300))])
     return path
+
+
+def _masked_token_file(folder: Path) -> Path:
+    return _token_file(folder, has_mask=True)
 
 
 def _rehash_tokens(path: Path) -> None:
@@ -134,6 +138,7 @@ def _prepared(folder: Path) -> Path:
         "bad_files": ["x"],
         "empty_documents": 0,
         "train": split,
+        "masked": {"train": {"tokens_with_loss": 1, "documents_without_loss": 0}},
     }
     (folder / RECORD).write_text(json.dumps(values, indent=2))
     return folder / RECORD
@@ -149,6 +154,7 @@ def _read_prepared(path: Path) -> str:
 
 KINDS = (
     Kind("token file", _token_file, mutated_bytes, _read_tokens, _rehash_tokens),
+    Kind("token file with a mask", _masked_token_file, mutated_bytes, _read_tokens, _rehash_tokens),
     Kind(".txt", _text, mutated_bytes, _read_text),
     Kind(".jsonl", _jsonl, mutated_bytes, _read_text),
     Kind(".jsonl.gz", _jsonl_gz, mutated_bytes, _read_text),

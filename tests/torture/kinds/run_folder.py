@@ -7,11 +7,17 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from checkpoint.lock import LOCK_NAME, lock
 from configs.errors import UserError
+from configs.load import load
+from scripts.proof.reproduction import Reproduction, read
 from tests.torture.kinds.kind import Kind
 from tests.torture.mutations import mutated_bytes, mutated_json
 from trainer.lifecycle import read_status
+from trainer.planning.skeleton import skeleton
+from trainer.proof.record import TYPES, Launch, Step
 from trainer.report.metrics import cut_back
 
 
@@ -67,7 +73,22 @@ def _read_lock(path: Path) -> str:
     return ""
 
 
+def _reproduction(folder: Path) -> Path:
+    job = load("parity.toml", (), 1)
+    shapes = skeleton(job.config.model).shapes
+    launch = Launch(0, 0, {"dp_shard": 1}, 1, {"torch": "2"}, [], job.to_toml(), {"synthetic": "x"})
+    arrays = [np.zeros(len(shapes), TYPES[name]) for name in ("digests", "norms", "samples")]
+    steps = [Step(number, 5.0, 1.0, *arrays, np.zeros(0, "<u4"), 7) for number in (1, 2)]
+    (folder / "run.json").write_text(Reproduction(0, None, None, launch, steps).text())
+    return folder / "run.json"
+
+
+def _read_reproduction(path: Path) -> str:
+    return str(read(path).plan(None, path.parent).last)
+
+
 KINDS = (
+    Kind("a run to reproduce", _reproduction, mutated_json, _read_reproduction),
     Kind("metrics.jsonl", _metrics, mutated_bytes, _read_metrics),
     Kind("status.json", _status_file, mutated_json, _read_status),
     Kind(LOCK_NAME, _lock_file, mutated_bytes, _read_lock),

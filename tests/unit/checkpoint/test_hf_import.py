@@ -153,6 +153,7 @@ def test_deepseek_v3_as_it_is_published():
         **trained.router.model_dump() | {"load_balance": "bias", "auxiliary_loss_weight": 0.01}
     )
     assert computed(found.model_copy(update=changed)) == computed(trained)
+    assert found.multi_token.depth == 1
     again = to_hf(found, "bfloat16", 163840, 0, 1)
     assert again["rope_parameters"]["mscale_all_dim"] == 1.0
     assert to_keel(again, "config.json") == found

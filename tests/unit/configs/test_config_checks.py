@@ -275,6 +275,16 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "mesh.pp=2 model.tie_embeddings=true training.reduction=exact",
             "with pp 2 both ends add up their gradients of a whole step",
         ),
+        (
+            "mesh.pp=2 model.multi_token.depth=1 pipeline.schedule=zero_bubble_v",
+            "would hold a tied matrix (model.multi_token) twice",
+        ),
+        (
+            "mesh.pp=2 model.multi_token.depth=1 training.reduction=exact",
+            "(model.multi_token); leave model.multi_token out, or pp = 1",
+        ),
+        ("model.multi_token.loss_weight=0.1", "loss_weight does nothing without depth"),
+        ("model.multi_token.depth=16 training.seq_len=16", "depth 16 looks 17 tokens ahead, and sequences have 16"),
         ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "but a compiled block has only one"),
         (
             "compile.mode=max-autotune",

@@ -136,9 +136,9 @@ def test_a_foreign_file_and_a_newer_version(path):
     path.write_bytes(b"PK\x03\x04" + good[4:])
     with pytest.raises(UserError, match=r"a\.tokens: not a token file"):
         TokenFolder(path.parent, VOCAB)
-    newer = good[:8] + struct.pack("<I", 2) + good[12:72]
+    newer = good[:8] + struct.pack("<I", 3) + good[12:72]
     path.write_bytes(newer + xxhash.xxh3_64_digest(newer) + good[80:])
-    with pytest.raises(UserError, match=r"a\.tokens: version 2 .* reads version 1"):
+    with pytest.raises(UserError, match=r"a\.tokens: version 3 .* reads versions 1 and 2"):
         TokenFolder(path.parent, VOCAB)
 
 

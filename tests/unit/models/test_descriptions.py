@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from configs.architectures import init_stds, own_weights, stored_tensors, tensor_parallel_roles
+from configs.architectures import block_names, init_stds, own_weights, stored_tensors, tensor_parallel_roles
 from configs.layout import active_matrices, active_parameter_count, layer_matrices, parameter_count
 from configs.load import load
 from configs.plan import PARAMETER_ROLES, Attention, LocalWeights, PlannedModel, Router
@@ -25,6 +25,10 @@ WIDTHS = {"key_value_rank": 20, "rope_head_dim": 4, "value_head_dim": 6}
 TOYS |= {
     "latent": TOY | LATENT | {"latent": WIDTHS},
     "latent queries": MIXTURE | LATENT | {"latent": WIDTHS | {"query_rank": 9}, "router": {"load_balance": "bias"}},
+}
+TOYS |= {
+    "further tokens": TOY | {"multi_token": {"depth": 2}, "tie_embeddings": True, "norm_offset": True},
+    "further tokens, latent": TOYS["latent queries"] | {"multi_token": {"depth": 1}},
 }
 TOYS |= {"normed": TOY | {"qk_norm": "head"}, "normed mixture": MIXTURE | {"qk_norm": "head"}}
 
@@ -55,7 +59,8 @@ def test_a_layer_has_the_matrices_of_its_block(model):
         idle = experts * (1 - model.experts_per_token / (model.n_experts or 1))
         assert layer_matrices(model, layer) == sum(sizes.values())
         assert active_matrices(model, layer) == sum(sizes.values()) - idle
-    idle_matrices = sum(layer_matrices(model, i) - active_matrices(model, i) for i in range(model.n_layers))
+    layers = range(len(block_names(model)))
+    idle_matrices = sum(layer_matrices(model, i) - active_matrices(model, i) for i in layers)
     assert parameter_count(model) - active_parameter_count(model) == idle_matrices
 
 

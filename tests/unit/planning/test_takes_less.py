@@ -23,7 +23,8 @@ def job(name, ranks, *words):
 
 def needed(config, ranks):
     sizes = mesh_sizes(config, ranks)
-    return estimate_memory(freeing_copies(config, sizes), sizes, "cuda").device + CONTEXT_BYTES
+    estimate = estimate_memory(freeing_copies(config, sizes), sizes, "cuda")
+    return estimate.device + estimate.communicators + CONTEXT_BYTES
 
 
 def test_nothing_is_said_of_a_job_that_fits():

@@ -81,6 +81,8 @@ def prepare(
     separator: str = "",
     drop_duplicates: bool = False,
     pack: int | None = None,
+    mask_until: str | None = None,
+    mask_after: str | None = None,
     say: Callable[[str], None] = lambda message: None,
     if_changed: Callable[[str], None] | None = None,
     advice: str = ADVICE,
@@ -94,6 +96,7 @@ def prepare(
         separator: cuts .txt files into documents.
         drop_duplicates: use only the first of documents with the same text.
         pack: pack whole documents into windows of this seq_len (see `packing`).
+        mask_until, mask_after: markers of the loss mask (see `loss_mask`); None: all tokens give loss.
         say: called with remarks on an OUTPUT that exists.
         if_changed: called with how the files have changed since OUTPUT was made, instead of raising an error.
         advice: what to do about an OUTPUT that was made with other settings.
@@ -106,13 +109,13 @@ def prepare(
     Raises:
         UserError: an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT
             lies in an input folder, was made with other settings or from other files, or cannot be written, or a split
-            would have no tokens.
+            would have no tokens, or none that gives loss.
     """
     output = Path(output)
     tokenizer_path = Path(tokenizer_path)
     _require_apart(inputs, output)
     tokenizer = load_tokenizer(tokenizer_path)
-    choices = (validation_fraction, separator, drop_duplicates, pack)
+    choices = (validation_fraction, separator, drop_duplicates, pack, mask_until, mask_after)
     settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
     working = output.absolute().with_name(f".{output.name}.partial")
     try:
@@ -369,9 +372,26 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
     }
     if settings.drop_duplicates:
         record["duplicates"] = sum(report["duplicates"] for report in reports)
+    if settings.mask_until:
+        record["masked"] = {name: _masked(settings, split, name, reports) for name, split in splits.items()}
     if settings.pack:
         record["packed"] = {name: _packed(settings.pack, split, name, reports) for name, split in splits.items()}
     return record
+
+
+def _masked(settings: Settings, split: Split, name: str, reports: list[dict[str, Any]]) -> dict[str, int]:
+    """How much of a split gives loss.
+
+    Raises:
+        UserError: nothing does.
+    """
+    found = {key: sum(report["masked"][name][key] for report in reports) for key in reports[0]["masked"][name]}
+    if not found["tokens_with_loss"]:
+        raise UserError(
+            f"no token of {name} would give loss: none of its {split.documents:,} document(s) has a text behind the "
+            f"marker {settings.mask_until!r} (mask_until), which must be written exactly as in the text"
+        )
+    return found
 
 
 def _packed(seq_len: int, split: Split, name: str, reports: list[dict[str, Any]]) -> dict[str, Any]:

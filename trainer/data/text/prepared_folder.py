@@ -35,6 +35,10 @@ class Settings:
     drop_duplicates: bool = False
     pack: int | None = None
     """The seq_len that the documents are packed for; None: a stream."""
+    mask_until: str | None = None
+    """The text behind which tokens give loss (see `loss_mask`); None: all tokens do."""
+    mask_after: str | None = None
+    """The text behind which they give none again; None: they do up to the document's end."""
 
     @property
     def splits(self) -> list[str]:
@@ -70,6 +74,12 @@ def described(record: dict[str, Any], output: Path) -> list[str]:
             split = Split(*(record[name][key] for key in _SPLIT))
             counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
             lines.append(f"{output / name}: {counts}")
+        if masked := record.get("masked", {}).get(name):
+            share = masked["tokens_with_loss"] / max(1, split.tokens)
+            lines.append(
+                f"{output / name}: {masked['tokens_with_loss']:,} tokens ({share:.2%}) give loss; "
+                f"{masked['documents_without_loss']:,} documents have no such token"
+            )
         if packed := record.get("packed", {}).get(name):
             lines.append(
                 f"{output / name}: {packed['windows']:,} windows for training.seq_len = {packed['seq_len']}, "
@@ -151,6 +161,7 @@ _FORM = {
     "skipped": {"*": {"count": int, "first": [str]}},
     "duplicates?": int,
     "packed?": {"*": _PACKED},
+    "masked?": {"*": {"tokens_with_loss": int, "documents_without_loss": int}},
 }
 """A record's form: types, lists of them, and objects; "?" marks what may be missing, "*" stands for any key."""
 

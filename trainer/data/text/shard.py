@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -10,15 +10,17 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from trainer.data.packing import PackingWriter
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Piece, read
+from trainer.data.text.loss_mask import encode_masked
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX
-from trainer.data.tokenizer import encode_document, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     splits = {name: Split() for name in settings.splits}
     copies = set(shard.duplicates)
     empty = duplicates = 0
+    masked = {name: {"tokens_with_loss": 0, "documents_without_loss": 0} for name in splits}
     with ExitStack() as stack:
         writers = {name: _writer(shard, name) for name in splits}
         for writer in writers.values():
@@ -98,7 +101,11 @@ def write_shard(shard: Shard) -> dict[str, Any]:
                 continue
             raw = text.encode()
             name = VALIDATION if is_validation(raw, settings.validation_fraction) else TRAIN
-            tokens = encode_document(tokenizer, text)
+            tokens = _encode(tokenizer, text, settings)
+            if settings.mask_until:
+                with_loss = len(tokens) - int((np.asarray(tokens) & 1).sum())
+                masked[name]["tokens_with_loss"] += with_loss
+                masked[name]["documents_without_loss"] += not with_loss
             writers[name].append(tokens)
             splits[name].add(1, len(tokens), len(raw))
     packed = {
@@ -111,6 +118,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         "empty_documents": empty,
         "duplicates": duplicates,
         "packed": packed,
+        "masked": masked,
         "bad_files": bad.messages,
         "skipped": bad.skipped,
         "inputs_hash": shard.inputs_hash,
@@ -153,8 +161,17 @@ _load_once = cache(load_tokenizer)
 
 def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
     path = shard.unfinished / split / (shard.name + SUFFIX)
-    writer = TokenFileWriter(path, shard.settings.vocab_size, shard.settings.tokenizer_hash)
-    return PackingWriter(writer, shard.settings.pack) if shard.settings.pack else writer
+    settings = shard.settings
+    has_mask = settings.mask_until is not None
+    writer = TokenFileWriter(path, settings.vocab_size, settings.tokenizer_hash, has_mask)
+    return PackingWriter(writer, settings.pack) if settings.pack else writer
+
+
+def _encode(tokenizer: Tokenizer, text: str, settings: Settings) -> Sequence[int] | np.ndarray:
+    """A document as its token file stores it."""
+    if settings.mask_until is None:
+        return encode_document(tokenizer, text)
+    return encode_masked(tokenizer, text, settings.mask_until, settings.mask_after)
 
 
 def keep(shard: Shard, report: dict[str, Any]) -> None:

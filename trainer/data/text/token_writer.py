@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -17,11 +18,14 @@ class TokenFileWriter:
     Use it as a context manager: leaving it commits the file; leaving it by an exception deletes what was written.
     """
 
-    def __init__(self, path: Path, vocab_size: int, tokenizer_hash: str) -> None:
-        """Start the file `path` for ids below `vocab_size`, from the tokenizer with this hash."""
+    def __init__(self, path: Path, vocab_size: int, tokenizer_hash: str, has_mask: bool = False) -> None:
+        """Start the file `path` for ids below `vocab_size`, from the tokenizer with this hash.
+
+        With a loss mask, documents are given as numbers of `loss_mask.encode_masked`.
+        """
         self.path = path
         self.n_tokens = 0
-        self._empty = Header(vocab_size, 0, 0, tokenizer_hash, bytes(16))
+        self._empty = Header(vocab_size, 0, 0, tokenizer_hash, bytes(16), has_mask)
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._offsets: list[int] = []
         self._block_sums: list[int] = []
@@ -41,8 +45,8 @@ class TokenFileWriter:
         ids = np.fromiter(tokens, np.int64, len(tokens))  # of a list, faster than np.asarray
         if not len(ids):
             raise ValueError("a document without tokens")
-        if ids.min() < 0 or ids.max() >= self._empty.vocab_size:
-            raise ValueError(f"token id outside [0, {self._empty.vocab_size}): {ids.min()} or {ids.max()}")
+        if ids.min() < 0 or ids.max() >= self._empty.limit:
+            raise ValueError(f"token id outside [0, {self._empty.limit}): {ids.min()} or {ids.max()}")
         self._offsets.append(self.n_tokens)
         self.n_tokens += len(ids)
         self._pending += ids.astype(self._empty.dtype).tobytes()
@@ -68,9 +72,8 @@ class TokenFileWriter:
         size = self.n_tokens * self._empty.dtype.itemsize
         self._file.write(bytes(padded(size) - size) + tables)
         tables_hash = xxhash.xxh3_128_digest(tables)
-        header = Header(
-            self._empty.vocab_size, self.n_tokens, len(self._offsets), self._empty.tokenizer_hash, tables_hash
-        )
+        n_documents = len(self._offsets)
+        header = replace(self._empty, n_tokens=self.n_tokens, n_documents=n_documents, tables_hash=tables_hash)
         self._file.seek(0)
         self._file.write(header.pack())
         self._file.flush()
