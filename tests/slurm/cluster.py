@@ -22,6 +22,7 @@ WAIT_SECONDS = 300
 BEGIN_SECONDS = 5
 """Slurm holds a job that was requeued for as long as a credential lives, by default two minutes; below 5 it is that."""
 
+# The first job has a number that no other Slurm on this machine gives, since slurm.sh makes a port of it.
 CONFIG = """\
 ClusterName=keel
 SlurmctldHost={host}(127.0.0.1)
@@ -46,6 +47,8 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
+FirstJobId={port}
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=0
