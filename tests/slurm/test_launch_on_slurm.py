@@ -93,6 +93,7 @@ def test_one_host_saves_at_the_advance_signal_is_requeued_and_the_curve_keeps_it
     assert curve(tmp_path / "run") == whole
 
 
+@pytest.mark.long
 def test_two_hosts_save_at_the_advance_signal_and_move_from_a_drained_node_with_the_bits_of_the_curve(
     slurm, whole, tmp_path
 ):
@@ -115,6 +116,7 @@ def test_two_hosts_save_at_the_advance_signal_and_move_from_a_drained_node_with_
     assert curve(tmp_path / "run") == whole
 
 
+@pytest.mark.long
 def test_slurm_requeues_a_run_whose_node_is_down_and_it_goes_on_elsewhere(slurm, whole, tmp_path):
     job = submit(slurm, "slurm.sh", tmp_path, JOB)
     until_step(slurm, job, tmp_path, 25)  # after the first checkpoint
