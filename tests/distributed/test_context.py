@@ -84,14 +84,18 @@ class Batch:
     targets: torch.Tensor
     positions: torch.Tensor | None
     document_ids: torch.Tensor | None
+    further: torch.Tensor | None
 
 
 def own_part(method, with_documents):
     tokens = torch.arange(32).view(2, 16)
     documents = torch.arange(16).view(1, 16).expand(2, 16) // 5
-    whole = Batch(tokens, tokens + 1, tokens % 5 if with_documents else None, documents if with_documents else None)
+    positions = tokens % 5 if with_documents else None
+    further = torch.stack((tokens + 1, tokens + 2), dim=-1)
+    whole = Batch(tokens, tokens + 1, positions, documents if with_documents else None, further)
     part = shard_batch(whole, init_device_mesh("cpu", (dist.get_world_size(),)), method)
     assert torch.equal(part.targets, part.tokens + 1)
+    assert torch.equal(part.further, torch.stack((part.tokens + 1, part.tokens + 2), dim=-1))
     assert torch.equal(part.positions.expand(2, -1), part.tokens % (5 if with_documents else 16))
     assert part.document_ids is whole.document_ids
     return part.tokens[0].tolist()

@@ -169,8 +169,8 @@ def test_the_matmul_kept_is_told_by_its_weight_not_by_its_call():
         def __init__(self) -> None:
             super().__init__()
             self.block = Block()
-            plan = {"blocks": ("block",), "first_block": 0, "n_blocks": 1, "save_ops": ("aten.mm",)}
-            self.plan = type("Plan", (), plan)
+            names = {"blocks": ("block",), "further_blocks": (), "save_ops": ("aten.mm",)}
+            self.plan = type("Plan", (), {**names, "first_block": 0, "n_blocks": 1})
 
     multiplied = []
 
