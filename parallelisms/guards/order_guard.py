@@ -21,7 +21,7 @@ has its own groups, and issues their collectives at any time.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +40,6 @@ from parallelisms.ranks import gather
 from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of, world_name
 
 _HOME = str(Path(__file__).resolve().parents[2]) + os.sep
-_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _HERE = Path(__file__).resolve()
 _NOT_CALLERS = {str(path) for path in (_HERE, _HERE.parents[1] / "torch_internals.py", _HERE.parents[1] / "ranks.py")}
 
@@ -145,17 +144,19 @@ class OrderGuard:
             self.log.append(issued(operator, self._channels[name], arguments))
 
 
-def issued(operator: str, channel: Channel, arguments: tuple[Any, ...], not_callers: str = "") -> Issued:
+def issued(
+    operator: str, channel: Channel, arguments: tuple[Any, ...], is_skipped: Callable[[str], bool] | None = None
+) -> Issued:
     """What this rank issues, in words that are equal on all ranks that take part.
 
     Args:
         operator: its name in torch's namespace `c10d`.
         channel: the group's.
         arguments: the operator's.
-        not_callers: a folder in Keel's whose code is not what issues it.
+        is_skipped: whether the lines of a file are not named; default: of all but Keel's.
     """
     if operator not in ("send", "recv_"):
-        issuer = issuing_group() or _caller(not_callers)
+        issuer = issuing_group() or calling_line(is_skipped or _is_not_keels)
         what = f"{operator.strip('_')} of {_shapes(operator, arguments)} for {issuer}"
         return Issued(channel, what, False)
     here = dist.get_rank()
@@ -186,26 +187,31 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _caller(not_callers: str) -> str:
-    """The innermost line of Keel's or the user's code that led here: "models/llama.py:88", "my_loss.py:10".
+def calling_line(is_skipped: Callable[[str], bool]) -> str:
+    """The innermost line that led here whose file is not skipped: "models/llama.py:88"; outside Keel "my_loss.py:10".
 
     There is none in an autograd thread.
     """
     frame = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        is_skipped = file in _NOT_CALLERS or (not_callers and file.startswith(not_callers))
-        if not is_skipped and not _is_library(file):
+        if not is_skipped(file):
             place = file.removeprefix(_HOME) if file.startswith(_HOME) else Path(file).name
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward pass"
 
 
+def passes_on(file: str) -> bool:
+    """Whether a file's lines pass on what others issue: some of Keel's, and packages'."""
+    # A virtual environment may be in Keel's folder: the README's is.
+    return file in _NOT_CALLERS or "site-packages" in file.removeprefix(_HOME)
+
+
 @cache
-def _is_library(file: str) -> bool:
-    """Whether a file is Python's or a package's; a virtual environment may be in Keel's folder: the README's is."""
-    return file.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in file.removeprefix(_HOME)
+def _is_not_keels(file: str) -> bool:
+    """Whether a file is skipped: ranks generate compiled code into files of other names."""
+    return passes_on(file) or not file.startswith(_HOME)
 
 
 def _checksums(log: list[Issued], members: dict[Key, list[int]]) -> dict[Key, int]:

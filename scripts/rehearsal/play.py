@@ -1,9 +1,11 @@
 """One process plays one rank of a run, from its start through two steps, a validation and a save to a stop."""
 
 import io
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from configs.load import load
-from parallelisms.guards.order_guard import Channel, issued
+from parallelisms.guards.order_guard import Channel, issued, passes_on
 from scripts.rehearsal.echo import echoing_ranks
 from scripts.rehearsal.job import STOP_AFTER
 from trainer.guards.verdict import QueuedStep, StepResult
@@ -23,7 +25,14 @@ from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
 
-_HERE = str(Path(__file__).resolve().parent)
+_NOT_NAMED = ("<", str(Path(__file__).resolve().parent) + os.sep, str(Path(os.__file__).parent) + os.sep)
+"""How files begin whose lines are not named: generated ones, the rehearsal's, Python's."""
+
+
+@cache
+def _is_skipped(file: str) -> bool:
+    """Whether a line of a file is not what issues a collective; a user's own is. Nothing is compiled here."""
+    return passes_on(file) or file.startswith(_NOT_NAMED)
 
 
 class Event(NamedTuple):
@@ -56,7 +65,7 @@ class Notes:
         name = str(group.group_name)
         if name not in self._channels:
             self._channels[name] = Channel(name, tuple(dist.get_process_group_ranks(group)))
-        found = issued(operator, self._channels[name], arguments, not_callers=_HERE)
+        found = issued(operator, self._channels[name], arguments, _is_skipped)
         sends = operator == "send" if found.is_message else None
         self.events.append(Event(found.channel, found.what, self.doing, sends, batch))
 
