@@ -80,7 +80,7 @@ def _even_split(config: Config) -> Sequence[int]:
     memory[0] += vocabulary
     memory[-1] += vocabulary
     time[-1] += vocabulary
-    if is_described(model) and (further := n_further(model)):  # each a layer, what it joins, and the head again
+    if further := n_further(model):  # each a layer, what it joins, and the head again
         joined = 2 * model.dim**2
         memory[-1] += further * (layer + joined) + vocabulary
         time[-1] += further * (layer_time + joined + vocabulary)

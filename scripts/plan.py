@@ -7,7 +7,7 @@ cluster, but without memory for the weights. The plan shows what rank 0 would ho
 estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
 is estimated from counted work and the rates in configs/rates/devices.toml. With --trace, one step of each kind of rank
 is run with fake tensors, to show what it communicates. With --prove, the run is rehearsed in small as each kind of
-rank, and what they issue is matched: no rank waits for ever, or who does, for what, and where. With --tune, the fastest
+rank, and what they issue is matched: no rank waits forever, or who does, for what, and where. With --tune, the fastest
 ways to run the same job that fit the device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for
 the best of each.
 """
@@ -18,6 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if not __package__:  # run as a file
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
-from configs.load import load
+from configs.load import LoadedConfig, load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import add_job_argument, end, job_of, number_of, positive, run_command, without_overrides
@@ -149,7 +150,8 @@ def proof_rows(proof: "Proof", ranks: int) -> list[Row]:
         ("each", "starts, computes 2 steps, validates, compares replicas, saves, is told to stop, and saves"),
         ("in small", "; ".join([proof.size, *(f"without {part}" for part in proof.left_out)])),
         ("issued", f"{proof.events:,} collectives and messages, in {proof.groups:,} groups and pairs"),
-        ("waiting", "fails" if proof.problem else "no rank waits for ever"),
+        ("waiting", "fails" if proof.problem else "no rank waits forever"),
+        ("values", "not compared: that is keel prove, on ranks of this machine"),
         ("rehearsed in", duration(proof.seconds)),
     ]
 
@@ -287,88 +289,118 @@ def _tune(
         console.line(f"wrote {options.write}")
 
 
-def _require_no_problem(proof: "Proof | None") -> None:
-    if proof and proof.problem:
-        raise UserError(proof.problem)
-
-
 _positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is shown of a job; the parts that were not asked for are empty or None."""
+
+    config: Config
+    ranks: int
+    memory: list[Row]
+    traced: dict[str, list[Row]]
+    step: "StepTime | None"
+    proof: "Proof | None"
+
+    def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
+        """The plan as plain values."""
+        plan: dict[str, Any] = {"job": self.config.job.name, "ranks": self.ranks, "memory": dict(self.memory)}
+        if self.traced:
+            plan["traced"] = {kinds: dict(traffic) for kinds, traffic in self.traced.items()}
+        if self.step:
+            plan |= {"device": options.device, "time": time_as_json(self.step, options.price)}
+        if self.proof:
+            plan["proof"] = vars(self.proof)
+        return plan
+
+    def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
+        """Print the plan as tables."""
+        memory = self.memory
+        if self.step and dict(memory)["fits"] != "yes":
+            console.line(f"does not fit: {dict(memory)['fits']}\n")
+            memory = [row for row in memory if row[0] != "fits"]
+        console.table(f"{self.config.job.name} on {self.ranks} ranks", memory)
+        if self.step and device:
+            console.table(f"a step on {device.title} (estimate)", time_rows(self.step, options.price))
+        for kinds, traffic in self.traced.items():
+            console.table(f"one step of {kinds}", traffic)
+        if self.proof:
+            console.table("what ranks wait for", proof_rows(self.proof, self.ranks))
+
+
+def planned(
+    job: LoadedConfig, options: argparse.Namespace, device: "Device | None", memory: float | None, console: Console
+) -> Plan:
+    """Make the plan of a job; `memory`: GiB of a GPU, None if unknown."""
+    ranks = options.ranks[0]
+    if options.prove:
+        from trainer.planning.unknown_names import require_known_names
+
+        require_known_names(job)  # in words of this job, not of the small one
+    device_bytes = int(memory * 2**30) if memory else None
+    config = decided(job.config, ranks, device_bytes, console)
+    held = rows(config, ranks, device_bytes)
+    traced = _traced(config, ranks) if options.trace else {}
+    step = None
+    if device:
+        from trainer.planning.step_time import estimate_step
+
+        step = estimate_step(config, ranks, device, options.gpus_per_host)
+    proof = None
+    if options.prove:
+        from scripts.rehearsal.run import rehearse
+
+        proof = rehearse(config, ranks)
+    return Plan(config, ranks, held, traced, step, proof)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
-    add_job_argument(parser)
-    parser.add_argument(
-        "--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512"
-    )
-    parser.add_argument("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
-    parser.add_argument("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
-    parser.add_argument("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
-    parser.add_argument("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
-    parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
-    parser.add_argument("--prove", action="store_true", help="rehearse the run, and show that no rank waits for ever")
-    parser.add_argument("--tune", action="store_true", help="search the fastest ways to run the same job")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(own)
+    options = _parser().parse_args(own)
 
     def work(console: Console) -> None:
         if options.price and not options.device:
             raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
         counts = options.ranks
         _require_tune(options, counts)
-        ranks = counts[0]
-        gib = options.memory_gib
+        memory = options.memory_gib
+        device = None
         if options.device:
             from trainer.planning.devices import device_named
 
             device = device_named(options.device)
-            gib = gib or device.memory_gib
-        device_bytes = int(gib * 2**30) if gib else None
-        if options.tune:
-            _tune(options, load(job_of(options), overrides).config, counts, device, gib * 2**30, console)
+            memory = memory or device.memory_gib
+        if options.tune and device:
+            _tune(options, load(job_of(options), overrides).config, counts, device, memory * 2**30, console)
             return
-        job = load(job_of(options), overrides, ranks)
-        if options.prove:
-            from trainer.planning.unknown_names import require_known_names
-
-            require_known_names(job)  # in words of this job, not of the small one
-        config = decided(job.config, ranks, device_bytes, console)
-        memory = rows(config, ranks, device_bytes)
-        traced = _traced(config, ranks) if options.trace else {}
-        step = None
-        if options.device:
-            from trainer.planning.step_time import estimate_step
-
-            step = estimate_step(config, ranks, device, options.gpus_per_host)
-        proof = None
-        if options.prove:
-            from scripts.rehearsal.run import rehearse
-
-            proof = rehearse(config, ranks)
+        plan = planned(load(job_of(options), overrides, counts[0]), options, device, memory, console)
         if options.json:
-            plan: dict[str, Any] = {"job": config.job.name, "ranks": ranks, "memory": dict(memory)}
-            plan |= {"traced": {kinds: dict(traffic) for kinds, traffic in traced.items()}} if traced else {}
-            plan |= {"device": options.device, "time": time_as_json(step, options.price)} if step else {}
-            plan |= {"proof": vars(proof)} if proof else {}
-            print(json.dumps(plan, indent=2))
-            _require_no_problem(proof)
-            return
-        if step and dict(memory)["fits"] != "yes":
-            console.line(f"does not fit: {dict(memory)['fits']}\n")
-            memory = [row for row in memory if row[0] != "fits"]
-        console.table(f"{config.job.name} on {ranks} ranks", memory)
-        if step:
-            console.table(f"a step on {device.title} (estimate)", time_rows(step, options.price))
-        for kinds, traffic in traced.items():
-            console.table(f"one step of {kinds}", traffic)
-        if proof:
-            console.table("what ranks wait for", proof_rows(proof, ranks))
-        _require_no_problem(proof)
+            print(json.dumps(plan.as_json(options), indent=2))
+        else:
+            plan.show(options, device, console)
+        if plan.proof and plan.proof.problem:
+            raise UserError(plan.proof.problem)
 
     return run_command(work, "stopped", out=sys.stderr if options.json else None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
+    add_job_argument(parser)
+    add = parser.add_argument
+    add("--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512")
+    add("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
+    add("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
+    add("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
+    add("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
+    add("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
+    add("--prove", action="store_true", help="rehearse the run, and show that no rank waits forever")
+    add("--tune", action="store_true", help="search the fastest ways to run the same job")
+    add("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
+    add("--json", action="store_true", help="print the plan as JSON")
+    return parser
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from configs.schema import Config, is_described
+from configs.architectures.llama import n_further
+from configs.schema import Config
 from models.llama import Llama
 from models.multi_token import MultiToken
 from parallelisms.mesh import Mesh
@@ -17,14 +18,13 @@ class FurtherLosses:
 
     def __init__(self, stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> None:
         self._mesh = mesh
-        depth = config.model.multi_token.depth if is_described(config.model) else None
         self._modules = [
             cast(MultiToken, module)
             for stage in stages
             if isinstance(stage, Llama)
             for module in stage.multi_token.values()
         ]
-        self._sums = torch.zeros(depth or 0, 2, dtype=torch.float64, device=mesh.device)
+        self._sums = torch.zeros(n_further(config.model), 2, dtype=torch.float64, device=mesh.device)
         """(depth, 2), last step: the loss summed over valid targets, and their number."""
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.reader import AVERAGE, OPTIMIZER
+from configs.architectures.llama import n_further
 from configs.architectures.parts import head_dim
 from configs.own_code import is_import_path
 from configs.plan import plan_of
@@ -388,7 +389,7 @@ def _average(config: Config, optimizer: TrainingOptimizer, trained: dict[str, nn
 def _tied_ends(config: Config, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
     """The matrices that both ends of the pipeline use; None if there is no pipeline, or no such matrix."""
     model = config.model
-    is_tied = is_described(model) and (model.tie_embeddings or model.multi_token.depth)
+    is_tied = is_described(model) and (model.tie_embeddings or n_further(model))
     if mesh.sizes.pp == 1 or not is_tied:
         return None
     return TiedEnds(stages, n_stages(config), mesh.pp.get_group())

@@ -55,7 +55,7 @@ def _written(model: Model) -> Iterator[Weight]:
 def left_out(model: Model) -> str:
     """What a folder does not have of a model that can be exported, as a sentence; "" if it has all."""
     kind = description_of(model).hf_class(model)
-    if kind.has_further or not model.multi_token.depth:
+    if kind.has_further or not n_further(model):
         return ""
     return (
         f"the format of {kind.name} has no modules that predict further tokens, so those of model.multi_token are left "

@@ -176,9 +176,9 @@ class LlamaKeys(Table):
     """Standard deviation of the initial weights, before scaling by depth."""
 
 
-def n_further(model: LlamaKeys) -> int:
-    """Number of modules that predict further tokens."""
-    return model.multi_token.depth or 0
+def n_further(model: object) -> int:
+    """Number of modules that predict further tokens; 0 for a `[model]` without these keys."""
+    return model.multi_token.depth or 0 if isinstance(model, LlamaKeys) else 0
 
 
 def expert_dim(model: LlamaKeys) -> int:
@@ -647,8 +647,8 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
     if model.window:
         keys["window"] = min(model.window, _SMALL_WINDOW)
         keys["window_pattern"] = min(model.window_pattern, max(2, n_layers))
-    if model.multi_token.depth:
-        keys["multi_token"] = model.multi_token.model_dump() | {"depth": min(model.multi_token.depth, 2)}
+    if n_further(model):
+        keys["multi_token"] = model.multi_token.model_dump() | {"depth": min(n_further(model), 2)}
     if model.rope_fraction < 1:
         keys["rope_fraction"] = 0.5
     if model.no_rope_every:

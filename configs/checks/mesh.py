@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from configs.architectures.llama import n_further
 from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
@@ -126,7 +127,7 @@ def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
         yield ("mesh.pp" if table.split is None else "pipeline.split"), str(error)
     if is_described(config.model) and config.model.tie_embeddings:
         yield from _tied_ends(config, "model.tie_embeddings", "set model.tie_embeddings = false")
-    elif is_described(config.model) and config.model.multi_token.depth:
+    elif n_further(config.model):
         yield from _tied_ends(config, "model.multi_token", "leave model.multi_token out")
     if table.schedule == "zero_bubble_v":
         yield from _zero_bubble(config)

@@ -45,7 +45,7 @@ done
 wait "$STEP"
 CODE=$?
 
-# torchrun turns every exit code into 1, so status.json decides; that of an earlier launch would requeue for ever a job
+# torchrun turns every exit code into 1, so status.json decides; that of an earlier launch would requeue forever a job
 # that fails before it writes its own.
 STATE=unknown
 if [ "$(cat "$FOLDER/status.json" 2>/dev/null)" != "$BEFORE" ]; then

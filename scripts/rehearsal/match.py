@@ -1,4 +1,4 @@
-"""Whether ranks that issue given collectives and messages, in given orders, wait for each other for ever.
+"""Whether ranks that issue given collectives and messages, in given orders, wait for each other forever.
 
 The rule: each rank waits for everything that it issues, at once, for all ranks that take part. If all come to their
 ends like this, there is one order of all collectives and messages of all ranks in which each rank issues its own. On a
@@ -25,7 +25,7 @@ class Matched(NamedTuple):
     """Collectives and messages that all of their rehearsed ranks issued."""
     groups: int
     problem: str | None
-    """The first that does not match, for people; None: no rank waits for ever."""
+    """The first that does not match, for people; None: no rank waits forever."""
 
 
 def match(programs: Programs) -> Matched:
@@ -121,7 +121,7 @@ class _Play:
         return self._members[channel]
 
     def _stuck(self) -> str | None:
-        """Who waits for ever, beginning with a rank that the others wait for; None if nobody does."""
+        """Who waits forever, beginning with a rank that the others wait for; None if nobody does."""
         waiting = {rank: events[0] for rank, events in self._open.items() if events}
         if not waiting:
             return None
@@ -132,7 +132,7 @@ class _Play:
         while (rank := next(self._absent(waiting[rank]))) not in told and rank in waiting:
             told.add(rank)
             lines.append(f"{_says(rank, waiting[rank])}, for which {self._missing(waiting[rank])}")
-        return "ranks wait for each other for ever:\n  " + "\n  ".join(lines)
+        return "ranks wait for each other forever:\n  " + "\n  ".join(lines)
 
     def _absent(self, event: Event) -> Iterator[int]:
         """The ranks that an event waits for."""

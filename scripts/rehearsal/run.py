@@ -37,7 +37,7 @@ class Proof:
     """Collectives and messages that they issued."""
     groups: int
     problem: str | None
-    """Why ranks wait for ever, or fail, for people; None: none does."""
+    """Why ranks wait forever, or fail, for people; None: none does."""
     size: str
     """How small the rehearsed job is, for people."""
     left_out: list[str]

@@ -160,8 +160,8 @@ PLANTED: dict[Callable[[], Iterator[None]], tuple[int, tuple[str, ...], tuple[st
         ("rank 0 (training after step 0)", "message of", "rank 2"),
     ),
     conditional_on_rank: (2, (), ("rank 0 (validation after step 2)", "allreduce of (3,)", "rank 1 (validation")),
-    circle_of_groups: (4, ("--mesh.tp", "2"), ("for ever", "allreduce of (5,)", "rank 2", "rank 3", "rank 1")),
-    both_receive_first: (2, (), ("for ever", "rank 0 (", "waits for rank 1 to send", "waits for rank 0 to send")),
+    circle_of_groups: (4, ("--mesh.tp", "2"), ("forever", "allreduce of (5,)", "rank 2", "rank 3", "rank 1")),
+    both_receive_first: (2, (), ("forever", "rank 0 (", "waits for rank 1 to send", "waits for rank 0 to send")),
 }
 
 

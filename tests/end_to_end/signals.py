@@ -24,7 +24,7 @@ def signal_at_import(process: subprocess.Popen, number: int) -> None:
 
 
 def wait_until(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
-    """Wait, but not for ever, and not for a process that has ended."""
+    """Wait, but not forever, and not for a process that has ended."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert process.poll() is None, f"ended first: {process.communicate()}"

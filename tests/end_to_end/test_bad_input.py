@@ -118,7 +118,7 @@ def test_what_is_missing_is_said_at_once_by_all_ranks_and_before_anything_is_bui
         '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such folder of a checkpoint or run: ',
     ):
         assert " ".join(outcome.said.split()).count(message.format(here=corpus)) == 1, outcome.err
-    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
+    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits forever
     assert snapshot(corpus).keys() - before.keys() <= SAID
 
 
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, ranks: int):
     outcome = launch(tmp_path, ranks=ranks, expect=1 if ranks else 78)
     assert outcome.said.count("the run folder run can't be written") == 1
     assert outcome.said.count("set job.output_dir to another") == 1
-    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
+    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits forever
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

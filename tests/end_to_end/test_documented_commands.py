@@ -257,7 +257,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     " 72.0 GiB": "what a launch prints",
     "def main(self):": "a sampled text",
     "what ranks wait for": "what keel plan --prove prints",
-    "ranks wait for each other for ever:": "what it prints of a hang",
+    "ranks wait for each other forever:": "what it prints of a hang",
     "debug.toml, made small, on up to 4 ranks, against one process in plain PyTorch": "what keel prove prints",
     "TP 2                                           0e+00   8e-05   7e-01   2e-01   2.6 WRONG": "the same",
     "equal: loss, norm and 4 gradients, to 3.9e-16": "what a report prints",

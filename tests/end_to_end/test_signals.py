@@ -52,7 +52,7 @@ def test_under_torchrun(tmp_path: Path, target: str):
     os.kill(last_rank if target == "one rank" else process.pid, signal.SIGTERM)
     outcome = finish(process)
     assert outcome.code != 0
-    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
+    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits forever
     by = "SIGTERM" if target == "torchrun" else "a signal to another rank"
     step = assert_preempted(tmp_path / "run", by)
     launch(tmp_path, f"--training.steps {step + 2}", ranks=2)

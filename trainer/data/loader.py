@@ -15,9 +15,10 @@ import numpy as np
 import torch
 import xxhash
 
+from configs.architectures.llama import n_further
 from configs.errors import ConfigError, UserError
 from configs.own_code import is_import_path
-from configs.schema import Config, is_described
+from configs.schema import Config
 from configs.schema import Source as SourceConfig
 from trainer.data.order import Mixture, Start
 from trainer.data.packing import PackedSource, packed_for
@@ -300,9 +301,9 @@ def build_loader(
         _check_same_order(order, own_order)
     plan = partial(_training_samples, config, dp_rank, dp_size)
     pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
-    n_further = 0 if validation or not is_described(config.model) else config.model.multi_token.depth or 0
+    further = 0 if validation else n_further(config.model)
     seq_len = config.training.seq_len
-    reader = BatchReader(mixture, sources, seq_len, config.data.document_mask, pin_memory, n_further)
+    reader = BatchReader(mixture, sources, seq_len, config.data.document_mask, pin_memory, further)
     if validation:
         # Makes the sources check now, and on all ranks, that they have enough samples.
         read_from, _ = reader.locate(np.arange(config.validation.sequences))

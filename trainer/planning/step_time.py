@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from configs.architectures.llama import n_further
 from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
@@ -156,9 +157,7 @@ def _left_out(config: Config) -> list[str]:
             config.activation_checkpoint.mode == "budget"
         ),
         "experts of unequal load": bool(config.model.n_experts),
-        "what joins states and embeddings in model.multi_token": (
-            is_described(config.model) and bool(config.model.multi_token.depth)
-        ),
+        "what joins states and embeddings in model.multi_token": (n_further(config.model) > 0),
         "the host's time for data": True,
     }
     return [words for words, applies in asked.items() if applies]

@@ -19,8 +19,9 @@ from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from configs.architectures.llama import n_further
 from configs.layout import accumulation_steps, mesh_sizes
-from configs.schema import Attention, Config, is_described
+from configs.schema import Attention, Config
 from parallelisms.fake_ranks import fake_ranks
 from parallelisms.mesh import Mesh, build_mesh, groups_of_axes
 from parallelisms.ties import ties_kept
@@ -98,8 +99,7 @@ def _train(learner: Learner) -> None:
     """Run a step without its waits for values, which fake tensors do not have."""
     training = learner.config.training
     tokens = torch.zeros((training.micro_batch_size, training.seq_len), dtype=torch.int64)
-    model = learner.config.model
-    depth = model.multi_token.depth if is_described(model) else None
+    depth = n_further(learner.config.model)
     further = tokens[..., None].expand(-1, -1, depth + 1) if depth else None
     example = MicroBatch(tokens, targets=tokens, positions=None, document_ids=None, samples=[], further=further)
     batch = learner.own_part([example])

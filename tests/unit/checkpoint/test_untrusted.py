@@ -40,7 +40,7 @@ ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
 
 @contextmanager
 def soon(seconds=100):
-    """Fails what would wait for ever; generous, since machines are busy."""
+    """Fails what would wait forever; generous, since machines are busy."""
 
     def fail(*_):
         raise AssertionError(f"still at it after {seconds} s")

@@ -103,7 +103,7 @@ def test_a_run_that_ends_is_not_repeated(cluster, script, environment, code):
 
 
 def test_what_an_earlier_launch_has_said_requeues_nothing(cluster):
-    """Else a job that fails before it writes its own status, such as in torchrun, is requeued for ever."""
+    """Else a job that fails before it writes its own status, such as in torchrun, is requeued forever."""
     (cluster / "run").mkdir()
     (cluster / "run" / "status.json").write_text('{"state": "preempted"}')
     assert begun(cluster, "slurm.sh", CODE="1").wait(60) == 1

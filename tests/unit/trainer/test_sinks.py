@@ -141,7 +141,7 @@ def test_a_sink_that_hangs_holds_up_one_save_only_and_then_catches_up(tmp_path, 
     log.write(metrics(10))
     log.flush()
     assert said == ["the sink: a logger is slow, and records wait for it; training continues"]
-    monkeypatch.setattr(worker, "PATIENCE_SECONDS", 1e6)  # the next save would wait for ever
+    monkeypatch.setattr(worker, "PATIENCE_SECONDS", 1e6)  # the next save would wait forever
     log.write(metrics(20))
     log.flush()
     free.set()
