@@ -54,7 +54,7 @@ def rehearse(config: Config, ranks: int) -> Proof:
         for rank in chosen:
             job = rehearsal_job(config, ranks, folder / f"run-{rank}")
             (folder / f"{rank}.toml").write_text(job.text)
-        workers = max(1, min(len(chosen), len(os.sched_getaffinity(0))))
+        workers = min(len(chosen), os.cpu_count() or 1)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([play.__module__])  # which imports torch, once
         with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
