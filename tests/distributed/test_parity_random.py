@@ -53,6 +53,16 @@ def test_a_draw_depends_on_seed_and_number_alone():
     assert draw(0, 0).keys["training.seed"] == 534
 
 
+def test_no_draw_takes_the_sign_of_rounding():
+    """A window of one token gives queries and keys a gradient of nothing but rounding; it is drawn for the others."""
+    drawn = [draw(seed, number).keys for seed in range(3) for number in range(1000)]
+    alone = [keys for keys in drawn if keys.get("model.window") == 1]
+    assert alone
+    for keys in alone:
+        assert keys.get("optimizer.name") != "lion"
+        assert "optimizer.cautious_weight_decay" not in keys
+
+
 def test_a_draw_is_repeated_by_its_command(monkeypatch):
     tried = []
     monkeypatch.setattr(parity, "run_one", lambda config, drawn: tried.append((config, drawn)) or 0)
