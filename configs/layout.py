@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import lcm
+from math import ceil, lcm
 from typing import Literal
 
 from configs.architectures import description_of, family_of, own_weights
@@ -194,13 +194,34 @@ def cut_dim(shape: Sequence[int], n_shards: int) -> int:
     return int(len(shape) == 3 and shape[0] % n_shards != 0 and shape[1] % n_shards == 0)
 
 
-def decay_steps(schedule: LrSchedule) -> int | None:
-    """Steps in which the learning rate decays, up to `total_steps`; None: it does not."""
-    if schedule.name == "constant" or schedule.decay_steps == 0:
-        return None
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """Lengths of a learning-rate schedule, in its unit: optimizer steps, or tokens."""
+
+    warmup: int
+    decay: int | None
+    """What the rate decays in, up to `total`; None: it does not."""
+    total: int
+
+
+def schedule_lengths(schedule: LrSchedule) -> ScheduleLengths:
+    """The lengths of a schedule, of which exactly one of `total_steps` and `total_tokens` is set."""
+    by_tokens = schedule.total_steps is None
+    warmup = schedule.warmup_tokens if by_tokens else schedule.warmup_steps
+    decay = schedule.decay_tokens if by_tokens else schedule.decay_steps
+    total = schedule.total_tokens if by_tokens else schedule.total_steps
+    assert total is not None
+    if schedule.name == "constant" or decay == 0:
+        return ScheduleLengths(warmup, None, total)
     if schedule.name in WITH_FINAL_DECAY:
-        return schedule.decay_steps or max(1, schedule.total_steps // 10)
-    return schedule.total_steps - schedule.warmup_steps
+        return ScheduleLengths(warmup, decay or max(1, total // 10), total)
+    return ScheduleLengths(warmup, total - warmup, total)
+
+
+def scheduled_steps(config: Config) -> int:
+    """The step at which the learning rate reaches its minimum, if all steps have as many tokens."""
+    total = schedule_lengths(config.lr_schedule).total
+    return ceil(total / tokens_per_step(config)) if config.lr_schedule.total_steps is None else total
 
 
 @cache

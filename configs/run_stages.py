@@ -41,6 +41,8 @@ class Border:
     """Tokens of the run before it."""
     schedule_after: int = 0
     """Steps of the run before its learning-rate schedule begins."""
+    schedule_tokens: int = 0
+    """Tokens of the run before its learning-rate schedule begins."""
     table: int = field(default=-1, compare=False)
     """Index of its table in [[stages]]; -1: the first stage has none."""
 
@@ -68,9 +70,14 @@ class RunStage:
             f"peak learning rate {self.config.optimizer.lr:g}"
         )
 
-    def schedule_step(self, number: int) -> int:
-        """Steps of its learning-rate schedule before step `number` of the run."""
-        return number - 1 - self.border.schedule_after
+    def schedule_place(self, number: int) -> tuple[int, int]:
+        """What is done of its learning-rate schedule before step `number` of the run, and what that step adds to it.
+
+        Both are steps, or tokens if the schedule is measured in them.
+        """
+        if self.config.lr_schedule.total_steps is None:
+            return self.tokens_before(number) - self.border.schedule_tokens, tokens_per_step(self.config)
+        return number - 1 - self.border.schedule_after, 1
 
     def tokens_before(self, step: int) -> int:
         """Tokens of the run before a step that is not before this stage, if there were no later one."""
@@ -159,7 +166,9 @@ def _next(before: Border, stage: dict[str, Any], tokens_of_step: int, table: int
     if after is None:
         after = before.after - (before.tokens - stage["at_tokens"]) // tokens_of_step  # rounded up to a whole step
     tokens = before.tokens + (after - before.after) * tokens_of_step
-    return Border(after, tokens, after if stage.get("lr_schedule") else before.schedule_after, table)
+    if stage.get("lr_schedule"):
+        return Border(after, tokens, schedule_after=after, schedule_tokens=tokens, table=table)
+    return replace(before, after=after, tokens=tokens, table=table)
 
 
 # --------------------------------------------------------------------------- checks

@@ -260,12 +260,20 @@ class LrSchedule(Table):
         "cosine"
     )
     """Shape after the warm-up; or a function of your own (docs/own_models.md)."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[NonNegativeInt, only_with("total_steps")] = 0
     """Steps of linear warm-up to the peak learning rate."""
-    total_steps: PositiveInt
-    """Step at which the learning rate reaches its minimum; later steps keep it."""
-    decay_steps: Annotated[NonNegativeInt | None, only_with("name", *WITH_FINAL_DECAY)] = None
+    total_steps: PositiveInt | None = None
+    """Step at which the learning rate reaches its minimum; later steps keep it. Either this or total_tokens is set."""
+    decay_steps: Annotated[NonNegativeInt | None, only_with("total_steps"), only_with("name", *WITH_FINAL_DECAY)] = None
     """Length of the final decay in steps; default: a tenth of total_steps. 0: no decay, also after total_steps."""
+    warmup_tokens: Annotated[NonNegativeInt, only_with("total_tokens")] = 0
+    """The same as warmup_steps in tokens, for a schedule that does not depend on the tokens of a step."""
+    total_tokens: PositiveInt | None = None
+    """The same as total_steps in tokens, which then measure the schedule."""
+    decay_tokens: Annotated[NonNegativeInt | None, only_with("total_tokens"), only_with("name", *WITH_FINAL_DECAY)] = (
+        None
+    )
+    """The same as decay_steps in tokens."""
     decay_shape: Annotated[Literal["linear", "cosine", "one_minus_sqrt"], only_with("name", *WITH_FINAL_DECAY)] = (
         "linear"
     )

@@ -20,6 +20,7 @@ from checkpoint.reader import Description, Log
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
+from configs.run_stages import Border, RunStage
 from configs.schema import Checkpoint, Config
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
@@ -35,7 +36,7 @@ from scripts.proving.equal import (
     whole_tensor,
     worst,
 )
-from trainer.lr_schedule import learning_rate
+from trainer.lr_schedule import learning_rate_of
 from trainer.step import Learner, build_learner
 
 
@@ -169,7 +170,7 @@ def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajec
         found.losses.append(loss)
         found.norms.append(norm)
         try:
-            learner.update(last, learning_rate(config.lr_schedule, config.optimizer.lr, step))
+            learner.update(last, learning_rate_of(RunStage(Border(), config), step + 1))
             last.result()
         except UserError as error:  # the ranks hold different results
             found.stopped = str(error)

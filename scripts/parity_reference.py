@@ -23,13 +23,14 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from configs.load import load
 from configs.own_code import code_of, is_import_path
 from configs.plan import Plan, plan_of
+from configs.run_stages import Border, RunStage
 from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
 from scripts.parity_further import FurtherTokens
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
-from trainer.lr_schedule import learning_rate
+from trainer.lr_schedule import learning_rate_of
 from trainer.optimizers.rule import rule_of
 
 
@@ -103,7 +104,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step) * group["lr_scale"]
+                group["lr"] = learning_rate_of(RunStage(Border(), config), step + 1) * group["lr_scale"]
             optimizer.step()
         choices.move_biases()
         model.zero_grad()

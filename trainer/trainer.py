@@ -32,7 +32,7 @@ from trainer.guards.skipped_steps import report_skip
 from trainer.guards.spikes import rewind_target
 from trainer.guards.verdict import QueuedStep, StepResult
 from trainer.lifecycle import State
-from trainer.lr_schedule import learning_rate
+from trainer.lr_schedule import learning_rate_of
 from trainer.opening import Opened, Runtime, open_loader
 from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
@@ -216,8 +216,7 @@ class Trainer:
         return self.learner.judge(batch, gradients, self.progress.loss_limit, is_stopping, number, details)
 
     def _learning_rate(self, number: int) -> float:
-        step = self.stage.schedule_step(number)
-        return learning_rate(self.config.lr_schedule, self.config.optimizer.lr, step)
+        return learning_rate_of(self.stage, number)
 
     def _vote_to_stop(self, doing: str = "training") -> bool:
         """Learn whether any rank was told to stop. In training the ranks learn it with a step's result instead.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
-from configs.layout import decay_steps
+from configs.layout import schedule_lengths
 from configs.schema import Config, is_described
 
 _MOST_TOKENS = 2**40
@@ -62,17 +62,22 @@ def _split_heads(config: Config, _: int | None) -> Iterator[Problem]:
 
 def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
     schedule = config.lr_schedule
-    warmup = schedule.warmup_steps
-    total = schedule.total_steps
-    decay = decay_steps(schedule)
-    if warmup > total:
-        yield "lr_schedule.warmup_steps", f"warmup_steps {warmup} is above total_steps {total}; change one of them"
-    elif decay is not None and warmup + decay > total:
+    if (schedule.total_steps is None) == (schedule.total_tokens is None):
+        which = "neither" if schedule.total_steps is None else "both"
         yield (
-            "lr_schedule.decay_steps",
-            f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} is above total_steps {total}; "
-            "change one of them",
+            "lr_schedule.total_steps",
+            f"a schedule ends at total_steps or at total_tokens, and this one has {which}; set one of them",
         )
+        return
+    unit = "tokens" if schedule.total_steps is None else "steps"
+    lengths = schedule_lengths(schedule)
+    rise = f"warmup_{unit} {lengths.warmup}"
+    above = f"is above total_{unit} {lengths.total}; change one of them"
+    if lengths.warmup > lengths.total:
+        yield f"lr_schedule.warmup_{unit}", f"{rise} {above}"
+    elif lengths.decay is not None and lengths.warmup + lengths.decay > lengths.total:
+        fall = f"decay_{unit} {lengths.decay} = {lengths.warmup + lengths.decay}"
+        yield f"lr_schedule.decay_{unit}", f"{rise} + {fall} {above}"
 
 
 def _average(config: Config, _: int | None) -> Iterator[Problem]:

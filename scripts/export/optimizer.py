@@ -39,10 +39,10 @@ from configs.errors import UserError
 from configs.files import synced
 from configs.plan import plan_of
 from configs.reading.removed import without_removed
-from configs.run_stages import border_of
+from configs.run_stages import RunStage, border_of
 from configs.schema import Config
 from models import build_model
-from trainer.lr_schedule import learning_rate
+from trainer.lr_schedule import learning_rate_of
 from trainer.optimizers.build import plain_optimizers, set_lr
 from trainer.step import hidden_matrices
 
@@ -132,7 +132,7 @@ def _described_optimizers(
         config = Config.model_validate_json(json.dumps(without_removed(manifest.in_effect)))
     except ValidationError:
         raise UserError(f"{checkpoint} holds only a model's weights, no job to continue") from None
-    schedule_after = border_of(manifest.config, manifest.step).schedule_after
+    stage = RunStage(border_of(manifest.config, manifest.step), config)
     n_tensors = len(metadata.state_dict_metadata)
     if config.model.n_layers > n_tensors:  # building that many might never end
         raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, but holds only {n_tensors} tensors")
@@ -140,7 +140,7 @@ def _described_optimizers(
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
         optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model, config))
     for optimizer in optimizers.values():
-        set_lr(optimizer, learning_rate(config.lr_schedule, config.optimizer.lr, manifest.step - schedule_after))
+        set_lr(optimizer, learning_rate_of(stage, manifest.step + 1))
     of_experts = tuple(f"{module}." for module in plan_of(model).experts)
     experts = [name for name, _ in model.named_parameters() if name.startswith(of_experts)]
     return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, experts

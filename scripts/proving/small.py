@@ -94,5 +94,7 @@ def small_optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[
 
 def short_lr_schedule(given: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """The schedule, so short that its warm-up and its decay are among the steps."""
-    short = {"warmup_steps": min(given.get("warmup_steps", 0), 1), "total_steps": 2 * steps}
-    return {**given, **short} | ({"decay_steps": steps} if given.get("decay_steps") else {})
+    warms_up, decays = (given.get(f"{part}_steps") or given.get(f"{part}_tokens") for part in ("warmup", "decay"))
+    kept = {key: value for key, value in given.items() if not key.endswith(("_steps", "_tokens"))}
+    kept |= {"warmup_steps": min(warms_up or 0, 1), "total_steps": 2 * steps}
+    return kept | ({"decay_steps": steps} if decays else {})

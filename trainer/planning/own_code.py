@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from configs.errors import ConfigError
+from configs.layout import schedule_lengths
 from configs.own_code import code_of, is_import_path, reason_of
 from configs.plan import Plan, plan_of
 from configs.schema import Config, LrSchedule, OwnModel
@@ -130,7 +131,8 @@ def _rule(name: str, partition: str) -> Iterator[Fault]:
 
 
 def _check_schedule(schedule: LrSchedule) -> None:
-    for step in (0, schedule.warmup_steps, (schedule.warmup_steps + schedule.total_steps) // 2, schedule.total_steps):
+    lengths = schedule_lengths(schedule)
+    for step in (0, lengths.warmup, (lengths.warmup + lengths.total) // 2, lengths.total):
         try:
             rate = learning_rate(schedule, 1.0, step)
         except Exception as error:

@@ -9,7 +9,7 @@ from configs.errors import UserError
 from configs.load import LoadedConfig
 from configs.run_stages import RunStage
 from configs.schema import Config, Source
-from trainer.lr_schedule import learning_rate
+from trainer.lr_schedule import learning_rate_of
 from trainer.report.units import count
 
 _HEAD = ("stage", "first step", "after tokens", "tokens", "sequences", "learning rate", "epochs of its sources")
@@ -38,9 +38,7 @@ def _row(stage: RunStage, last: int, sizes: dict[str, int | None], total: Counte
     if last < stage.first_step:
         return (*begins, "none: training.steps is before", shape, "", "")
     tokens = stage.tokens_before(last + 1) - stage.border.tokens
-    rates = [
-        learning_rate(config.lr_schedule, config.optimizer.lr, stage.schedule_step(n)) for n in (stage.first_step, last)
-    ]
+    rates = [learning_rate_of(stage, number) for number in (stage.first_step, last)]
     return (
         *begins,
         count(tokens),

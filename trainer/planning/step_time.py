@@ -20,7 +20,7 @@ from functools import cached_property
 
 from configs.architectures.llama import n_further
 from configs.errors import UserError
-from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, scheduled_steps, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
 from trainer.planning.devices import Device
@@ -105,7 +105,7 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         collectives=slowest.collectives(),
         tokens=tokens,
         ranks=ranks,
-        steps=config.lr_schedule.total_steps,
+        steps=scheduled_steps(config),
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),

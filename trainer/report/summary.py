@@ -18,8 +18,9 @@ from configs.layout import (
     MeshSizes,
     accumulation_steps,
     active_parameter_count,
-    decay_steps,
     named_axes,
+    schedule_lengths,
+    scheduled_steps,
     tokens_per_step,
 )
 from configs.schema import Config, HfModel, Training, is_described
@@ -208,9 +209,9 @@ def _steps(config: Config, resumed_step: int) -> str:
     if config.stages:
         total = f"{steps:,}, in the stages below"
         return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
-    scheduled = config.lr_schedule.total_steps
-    if steps > scheduled and decay_steps(config.lr_schedule) is not None:
-        total += f"; after step {scheduled:,} (lr_schedule.total_steps) the learning rate stays at its minimum"
+    scheduled = scheduled_steps(config)
+    if steps > scheduled and schedule_lengths(config.lr_schedule).decay is not None:
+        total += f"; after step {scheduled:,} ({_length_key(config)}) the learning rate stays at its minimum"
     return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
 
 
@@ -330,17 +331,21 @@ def _memory_held(memory: Memory) -> str:
     )
 
 
+def _length_key(config: Config) -> str:
+    return "lr_schedule.total_tokens" if config.lr_schedule.total_steps is None else "lr_schedule.total_steps"
+
+
 def next_rows(config: Config, state: State) -> list[Row]:
     """The next things to try: variations of the command that started this process, each also correct when repeated."""
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
     steps = config.training.steps
-    scheduled = steps if config.stages else config.lr_schedule.total_steps
+    scheduled = steps if config.stages else scheduled_steps(config)
     farther = min(2 * steps, scheduled) if steps < scheduled else 2 * steps
     how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"
-    if farther > scheduled and decay_steps(config.lr_schedule) is not None:
-        how += ", past lr_schedule.total_steps (minimum rate)"
+    if not config.stages and farther > scheduled and schedule_lengths(config.lr_schedule).decay is not None:
+        how += f", past {_length_key(config)} (minimum rate)"
     rows = [
         (how, _with(_this_command(), go_on | {"training.steps": str(farther)})),
         (

@@ -326,6 +326,8 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "lr_schedule.name=inverse_sqrt lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",
             "is above total_steps 10",
         ),
+        ("lr_schedule.total_tokens=3", "ends at total_steps or at total_tokens, and this one has both"),
+        ("lr_schedule.warmup_tokens=3", "lr_schedule.warmup_tokens does nothing without total_tokens; leave it out"),
         ("lr_schedule.decay_steps=3", 'lr_schedule.decay_steps does nothing with name = "cosine"'),
         (
             "lr_schedule.name=warmup_stable_decay lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",

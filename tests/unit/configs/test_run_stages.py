@@ -1,5 +1,7 @@
 """Stages of a run: which keys apply from which step on, what is refused with which line, what may change later."""
 
+import math
+
 import pytest
 import tomli
 
@@ -7,6 +9,7 @@ from configs.errors import ConfigError
 from configs.load import load
 from configs.run_stages import Border, border_of, in_effect, stage_of, trained_diff
 from tests.unit.small_job import JOB
+from trainer.lr_schedule import learning_rate_of
 from trainer.planning.stage_table import stage_table
 
 STAGES = """
@@ -43,7 +46,7 @@ def job(tmp_path):
 def test_a_stage_holds_until_another_sets_the_key_again(job):
     stages = job("[average]\ninterval = 1\n" + STAGES).stages
     # 3 steps of 8 x 32 tokens, then 8 x 64: 2,000 tokens are reached with the sixth step.
-    borders = [(0, 0, 0), (3, 768, 0), (6, 2304, 6), (8, 2816, 6)]
+    borders = [(0, 0, 0, 0), (3, 768, 0, 0), (6, 2304, 6, 2304), (8, 2816, 6, 2304)]
     assert [stage.border for stage in stages] == [Border(*each) for each in borders]
     assert [stage.config.training.seq_len for stage in stages] == [32, 64, 64, 64]
     assert [stage.config.training.global_batch_size for stage in stages] == [8, 8, 4, 4]
@@ -54,13 +57,34 @@ def test_a_stage_holds_until_another_sets_the_key_again(job):
     assert [stage.config.validation.interval for stage in stages] == [0, 0, 0, 2]
     assert {stage.config.average.interval for stage in stages} == {1}
     assert [stages.index(stage_of(stages, step)) for step in range(1, 11)] == [0] * 3 + [1] * 3 + [2] * 2 + [3] * 2
-    assert [stages[2].schedule_step(step) for step in (7, 10)] == [0, 3]
+    assert [stages[2].schedule_place(step) for step in (7, 10)] == [(0, 1), (3, 1)]
 
 
 def test_a_new_schedule_has_nothing_of_the_one_before(job):
     stages = job("warmup_steps = 7\nmin_lr_ratio = 0.5\n[[stages]]\nat_step = 4\nlr_schedule.total_steps = 5\n").stages
     schedule = stages[1].config.lr_schedule
     assert (schedule.warmup_steps, schedule.total_steps, schedule.min_lr_ratio) == (0, 5, 0.1)
+
+
+def test_a_schedule_in_tokens_does_not_depend_on_the_tokens_of_a_step(job):
+    """The rates of a ramp are those of the curve over tokens; a stage's own schedule counts from its first token."""
+    ramp = """
+[[stages]]
+at_step = 2
+every_steps = 2
+training.global_batch_size = [16, 24]
+[[stages]]
+at_step = 6
+lr_schedule = {name = "linear", total_tokens = 3072, min_lr_ratio = 0.0}
+"""
+    stages = job(ramp, "--lr_schedule.total_steps", "none", "--lr_schedule.total_tokens", "4096").stages
+    places = [stage_of(stages, step).schedule_place(step) for step in range(1, 9)]
+    assert places[:6] == [(0, 256), (256, 256), (512, 512), (1024, 512), (1536, 768), (2304, 768)]
+    assert places[6:] == [(0, 768), (768, 768)]
+    rates = [learning_rate_of(stage_of(stages, step), step) for step in range(1, 9)]
+    tokens = [0, 256, 512, 1024, 1536, 2304]
+    cosine = [1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * done / 4096)) / 2) for done in tokens]
+    assert rates == pytest.approx([*cosine, 1e-3, 0.75e-3], rel=1e-12)
 
 
 def test_a_ramp_is_several_stages_in_one_table(job):
@@ -118,7 +142,10 @@ def test_the_stored_job_has_the_same_stages(job, tmp_path):
             "at_step = 3\nat_tokens = 9\ntraining.seq_len = 8",
             "job.toml:21: a stage begins at_step or at_tokens, and this",
         ),
-        ("at_step = 3\nlr_schedule.name = 'linear'", "job.toml:23: [lr_schedule] lacks total_steps"),
+        (
+            "at_step = 3\nlr_schedule.name = 'linear'",
+            "or at total_tokens, and this one has neither",
+        ),
         ("at_step = 3\nlr_schedule = {total_steps = 2, warmup_steps = 3}", "warmup_steps 3 is above total_steps 2"),
         (
             "at_step = 3\ndata.sources = [{name = 'a', kind = 'synthetic'}, {name = 'a', kind = 'synthetic'}]",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.layout import decay_steps
+from configs.layout import schedule_lengths
 from configs.schema import LrSchedule
 from trainer.lr_schedule import learning_rate
 
@@ -102,9 +102,18 @@ def test_rises_to_the_peak_then_falls_to_the_minimum(schedule: LrSchedule):
     assert values[schedule.total_steps :] == [2.0 * schedule.min_lr_ratio] * 3
 
 
+@given(schedules(), st.integers(1, 9))
+def test_steps_of_equal_tokens_make_the_same_curve_by_steps_and_by_tokens(schedule: LrSchedule, size: int):
+    lengths = {f"{name}_tokens": getattr(schedule, f"{name}_steps") * size for name in ("warmup", "decay", "total")}
+    of_tokens = LrSchedule(**schedule.model_dump(include={"name", "decay_shape", "min_lr_ratio"}), **lengths)
+    for step in range(schedule.total_steps + 3):
+        rate = learning_rate(of_tokens, 2.0, step * size, size)
+        assert rate == pytest.approx(learning_rate(schedule, 2.0, step), rel=1e-12)
+
+
 @given(schedules(), st.integers(0, 200))
 def test_prolonging_a_stable_run_leaves_its_past_as_it_was(schedule: LrSchedule, more: int):
     schedule = schedule.model_copy(update={"name": "warmup_stable_decay"})
     longer = schedule.model_copy(update={"total_steps": schedule.total_steps + more})
-    for step in range(schedule.total_steps - decay_steps(schedule) + 1):
+    for step in range(schedule.total_steps - schedule_lengths(schedule).decay + 1):
         assert learning_rate(longer, 1e-3, step) == learning_rate(schedule, 1e-3, step)
