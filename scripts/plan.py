@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -39,6 +39,7 @@ from trainer.report.units import count, duration, percent, size
 if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
     from trainer.planning.devices import Device
+    from trainer.planning.memory import MemoryEstimate
     from trainer.planning.step_time import StepTime
 
 
@@ -68,17 +69,22 @@ def decided(config: Config, ranks: int, device_bytes: int | None, console: Conso
     return chosen(config, choice)
 
 
-def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
-    """Return the rows of the plan; `device_bytes` is the memory of a GPU, None if unknown."""
-    from trainer.planning.memory import estimate_memory
+def rows(config: Config, ranks: int, by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | None) -> list[Row]:
+    """Return the rows of the plan.
+
+    Args:
+        config: the job.
+        ranks: how many it shall run on.
+        by_kind: the memory of each kind of rank.
+        device_bytes: the memory of a GPU, None if unknown.
+    """
     from trainer.planning.skeleton import skeleton
     from trainer.planning.takes_less import does_not_fit
     from trainer.report.summary import native_modules
 
-    started = time.perf_counter()
     held = shard_bytes(config, ranks)
     sizes = mesh_sizes(config, ranks)
-    estimate = estimate_memory(config, sizes, "cuda")
+    estimate = max(by_kind.values(), key=lambda each: each.device)
     return [
         (
             "model",
@@ -90,14 +96,54 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
             "at the peak",
             f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {estimate.peak.name}",
         ),
-        *(
-            [("communicators", f"about {size(estimate.communicators)} beside that, for NCCL (estimate)")]
-            if estimate.communicators
-            else []
-        ),
         *([("fits", does_not_fit(config, ranks, device_bytes) or "yes")] if device_bytes else []),
-        ("built in", duration(time.perf_counter() - started)),
-        ("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"),
+    ]
+
+
+def memory_rows(by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | None) -> list[Row]:
+    """Return the rows of what each kind of rank holds at its peak: a column for each, in GiB."""
+    from trainer.planning.takes_less import CONTEXT_BYTES
+
+    most = sorted(by_kind, key=lambda rank: -by_kind[rank].device)[:_COLUMNS]
+    columns = []
+    for rank in sorted(most):
+        estimate = by_kind[rank]
+        column = {"rank of the pipeline": f"{rank}"} if len(by_kind) > 1 else {}
+        column |= {part: _gib(n_bytes) for part, n_bytes in estimate.parts.items()}
+        column["in all"] = _gib(estimate.device)
+        beside = estimate.communicators + CONTEXT_BYTES
+        column["beside: NCCL, CUDA"] = _gib(beside)
+        if device_bytes:
+            column["left of a GPU's"] = _gib(device_bytes - estimate.device - beside)
+        columns.append(column)
+    names = dict.fromkeys(name for column in columns for name in column)
+    order = sorted(names, key=lambda name: _AFTER_THE_PARTS.index(name) if name in _AFTER_THE_PARTS else -1)
+    return [(name, "".join(f"{column.get(name, '-'):>9}" for column in columns)) for name in order]
+
+
+_AFTER_THE_PARTS = ("buffers", "in all", "beside: NCCL, CUDA", "left of a GPU's")
+"""Rows of `memory_rows` that come last; a kind of rank may lack any other."""
+
+
+_COLUMNS = 5
+"""Kinds of ranks that fit beside each other on the console."""
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.2f}"
+
+
+def memory_as_json(by_kind: Mapping[int, "MemoryEstimate"]) -> list[dict[str, Any]]:
+    """The bytes of each kind of rank at its peak as plain values."""
+    return [
+        {
+            "pipeline_rank": rank,
+            "peak_bytes": estimate.device,
+            "moment": estimate.peak.name,
+            "parts_bytes": estimate.parts,
+            "communicators_bytes": estimate.communicators,
+        }
+        for rank, estimate in by_kind.items()
     ]
 
 
@@ -299,6 +345,8 @@ class Plan:
     config: Config
     ranks: int
     memory: list[Row]
+    by_kind: dict[int, "MemoryEstimate"]
+    device_bytes: int | None
     traced: dict[str, list[Row]]
     step: "StepTime | None"
     proof: "Proof | None"
@@ -306,6 +354,7 @@ class Plan:
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values."""
         plan: dict[str, Any] = {"job": self.config.job.name, "ranks": self.ranks, "memory": dict(self.memory)}
+        plan["memory_by_kind"] = memory_as_json(self.by_kind)
         if self.traced:
             plan["traced"] = {kinds: dict(traffic) for kinds, traffic in self.traced.items()}
         if self.step:
@@ -321,6 +370,7 @@ class Plan:
             console.line(f"does not fit: {dict(memory)['fits']}\n")
             memory = [row for row in memory if row[0] != "fits"]
         console.table(f"{self.config.job.name} on {self.ranks} ranks", memory)
+        console.table("memory of a rank at its peak, GiB (estimate)", memory_rows(self.by_kind, self.device_bytes))
         if self.step and device:
             console.table(f"a step on {device.title} (estimate)", time_rows(self.step, options.price))
         for kinds, traffic in self.traced.items():
@@ -333,6 +383,8 @@ def planned(
     job: LoadedConfig, options: argparse.Namespace, device: "Device | None", memory: float | None, console: Console
 ) -> Plan:
     """Make the plan of a job; `memory`: GiB of a GPU, None if unknown."""
+    from trainer.planning.memory import estimates_by_kind
+
     ranks = options.ranks[0]
     if options.prove:
         from trainer.planning.unknown_names import require_known_names
@@ -340,7 +392,11 @@ def planned(
         require_known_names(job)  # in words of this job, not of the small one
     device_bytes = int(memory * 2**30) if memory else None
     config = decided(job.config, ranks, device_bytes, console)
-    held = rows(config, ranks, device_bytes)
+    started = time.perf_counter()
+    by_kind = estimates_by_kind(config, mesh_sizes(config, ranks), "cuda")
+    held = rows(config, ranks, by_kind, device_bytes)
+    held.append(("built in", duration(time.perf_counter() - started)))
+    held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(config, ranks) if options.trace else {}
     step = None
     if device:
@@ -352,7 +408,7 @@ def planned(
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(config, ranks)
-    return Plan(config, ranks, held, traced, step, proof)
+    return Plan(config, ranks, held, by_kind, device_bytes, traced, step, proof)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,6 +96,19 @@ class MemoryEstimate:
         transient = self.buffers + self.peak.total
         return transient if self.offloaded else transient + self.parameters + self.copies + self.optimizer
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of `device`, by name; those of no bytes are left out."""
+        states = {"parameters": self.parameters, "compute copies": self.copies, "optimizer": self.optimizer}
+        moment = {name: n_bytes for name, n_bytes in vars(self.peak).items() if name != "name"}
+        parts = ({} if self.offloaded else states) | moment | {"buffers": self.buffers}
+        return {name: n_bytes for name, n_bytes in parts.items() if n_bytes}
+
+
+def estimates_by_kind(config: Config, sizes: MeshSizes, device_type: str) -> dict[int, MemoryEstimate]:
+    """Estimate the memory of each distinct kind of rank, by the first rank of the pipeline that is of the kind."""
+    return {rank: RankMemory(config, sizes, device_type, rank).estimate() for rank in distinct_ranks(config)}
+
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""

@@ -13,6 +13,7 @@ from tests.published.compare import compared, rank_correlation
 from trainer.planning.devices import Link, Network, device_named, known_devices
 from trainer.planning.layer_time import RAMP
 from trainer.planning.step_time import estimate_step
+from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.planning.traffic import trace_step
 
 H100 = device_named("h100")
@@ -171,6 +172,26 @@ def test_the_plan_as_json(capsys):
     assert code == 0
     assert found["time"]["step_seconds"] == pytest.approx(sum(found["time"]["parts_seconds"].values()))
     assert found["time"]["run"]["price"] == pytest.approx(2 * found["time"]["run"]["gpu_hours"])
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--mesh.pp", "2"), ("--mesh.pp", "2", "--fsdp.cpu_offload", "true", "--mesh.dp_shard", "4")]
+)
+def test_the_parts_of_a_ranks_memory_make_its_peak(capsys, words):
+    """Each kind of rank has a column, whose parts are rounded to hundredths of a GiB."""
+    pipeline = ("--training.micro_batch_size", "1", "--model.tie_embeddings", "false") if words else ()
+    command = ("llama_1b.toml", "--ranks", "8", "--memory-gib", "80", *pipeline, *words)
+    _, out, _ = run(capsys, *command, "--json")
+    kinds = json.loads(out)["memory_by_kind"]
+    assert [kind["pipeline_rank"] for kind in kinds] == ([0, 1] if words else [0])
+    for kind in kinds:
+        assert sum(kind["parts_bytes"].values()) == kind["peak_bytes"]
+        assert ("optimizer" in kind["parts_bytes"]) == ("--fsdp.cpu_offload" not in words)
+    _, out, _ = run(capsys, *command)
+    shown = {line[:24].strip(): line[24:].split() for line in out.splitlines()}
+    assert shown["in all"] == [f"{kind['peak_bytes'] / 2**30:.2f}" for kind in kinds]
+    left = [80 - (kind["peak_bytes"] + kind["communicators_bytes"] + CONTEXT_BYTES) / 2**30 for kind in kinds]
+    assert shown["left of a GPU's"] == [f"{gib:.2f}" for gib in left]
 
 
 def test_a_job_that_does_not_fit_says_so_first(capsys):
