@@ -15,7 +15,18 @@ from configs.architectures import description_of, family_of, own_weights
 from configs.architectures.llama import latent_of
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
-from configs.schema import WITH_FINAL_DECAY, AnyModel, Config, Fsdp, LrSchedule, Mesh, Model, Source, is_described
+from configs.schema import (
+    WITH_FINAL_DECAY,
+    AnyModel,
+    Config,
+    Expert,
+    Fsdp,
+    LrSchedule,
+    Mesh,
+    Model,
+    Source,
+    is_described,
+)
 
 MOST_RANKS = 2**17
 """Ranks that are considered where their number is open."""
@@ -183,6 +194,11 @@ def reduces_once(config: Config) -> bool:
     if config.training.reduction == "exact":  # a rank's own micro-batches are no neighbors in the tree of sums
         return False
     return config.fsdp.zero_stage == 1 or config.fsdp.accumulate == "reduce_last" or config.mesh.pp > 1
+
+
+def buffer_factor(expert: Expert) -> float | None:
+    """Size of the buffers in which rows reach their experts, over that of an even load; None: there are none."""
+    return expert.buffer_factor if expert.exchange == "buffers" else None
 
 
 def cut_dim(shape: Sequence[int], n_shards: int) -> int:

@@ -418,6 +418,15 @@ class Context(Table):
     """gather: all keys and values at once; ring: one rank's at a time; all_to_all: whole sequences, fewer heads."""
 
 
+class Expert(Table):
+    """Expert parallelism: how rows reach their experts (docs/mixture_of_experts.md)."""
+
+    exchange: Literal["uneven", "buffers"] = "uneven"
+    """uneven: as many rows as there are, for which the host waits in each layer; buffers: of one size, no waiting."""
+    buffer_factor: Annotated[float, Field(ge=1), only_with("exchange", "buffers", EXAMPLE)] = 2.0
+    """Size of a buffer over that of an even load. A step for which one is too small is computed again by uneven."""
+
+
 class Attention(Table):
     """Which kernel computes attention (docs/attention.md)."""
 
@@ -647,6 +656,8 @@ class Config(Table):
     """Overlap of communication and computation."""
     context: Context = Context()
     """Context parallelism."""
+    expert: Expert = Expert()
+    """Expert parallelism."""
     attention: Attention = Attention()
     """Kernel of attention."""
     pipeline: Pipeline = Pipeline()

@@ -84,6 +84,9 @@ class Router(nn.Module):
         """Factor on a sequence's auxiliary loss, set from outside. It must make the gradient, once reduced as the
         parameters' gradients are, the gradient of the mean over the global batch. 0: no auxiliary loss."""
 
+        self.note: Callable[[Tensor], None] | None = None
+        """Called with the tokens of each expert when a load is recorded, while it is set from outside."""
+
     def init_buffers(self) -> None:
         """Zero the bias and the counts; their dtypes do not depend on the parameters'."""
         if self.bias is not None:
@@ -138,6 +141,8 @@ class Router(nn.Module):
     def record(self, load: Load) -> None:
         """Add a micro-batch's load to `tokens_per_expert` and `entropy`, which accumulate until they are zeroed."""
         self.tokens_per_expert += load.tokens
+        if self.note:
+            self.note(load.tokens)
         self.entropy += load.entropy
 
 

@@ -6,12 +6,19 @@ the results back in another. The routing decides how many rows go where: splits 
 rank may receive none. Every rank still takes part in every exchange, so all ranks issue them in the same order, also
 where activation checkpointing repeats the forward pass.
 
+The host must know the splits, so it waits for the device in each layer. `expert.exchange = "buffers"` avoids that: each
+rank sends every other the same number of rows, `buffer_factor` times as many as an even load has, and whatever rows
+fill up a buffer are left out of the products. Where a buffer is too small, rows are missing; the device finds that out,
+the step changes nothing, and is computed again with uneven splits. So no value depends on the size of the buffers.
+
 A rank's experts are whole; FSDP shards them over the remaining ranks of `dp_shard` x `cp` (`fsdp.py`). A parameter is
 a DTensor over both axes, so initialization, clipping and checkpoints need no special case for experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,28 +27,31 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from configs.plan import plan_of
+from configs.plan import plan_of, routers_of
 from parallelisms.ranks import local_part
 from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, buffer_factor: float | None = None) -> None:
     """Keep this rank's share of the plan's experts, and send rows to the ranks that hold their experts.
 
     Args:
         model: on the meta device; tensor parallelism may already have sharded it.
         mesh: (ep,), or with tensor parallelism (ep, tp). The size of `ep` divides the number of experts.
+        buffer_factor: size of a buffer over that of an even load; buffers are used inside of `Buffers.used`.
     """
     for name in plan_of(model).experts:
         experts: Any = model.get_submodule(name)
         for parameter_name, parameter in experts.named_parameters(recurse=False):
             setattr(experts, parameter_name, nn.Parameter(_own_experts(parameter, mesh)))
         experts.local = local_part
+        experts.in_buffers = False
         computation = "compute" if hasattr(experts, "compute") else "forward"
-        on_their_ranks = partial(_on_their_ranks, getattr(experts, computation), mesh.get_group("ep").group_name)
-        setattr(experts, computation, on_their_ranks)
+        forward = getattr(experts, computation)
+        group = mesh.get_group("ep").group_name
+        setattr(experts, computation, partial(_on_their_ranks, experts, forward, group, buffer_factor))
 
 
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -53,15 +63,27 @@ def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, rows: Tensor, counts: Tensor) -> Tensor:
+def _on_their_ranks(
+    experts: Any,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    group: str,
+    buffer_factor: float | None,
+    rows: Tensor,
+    counts: Tensor,
+) -> Tensor:
     """Run `forward` on the ranks that hold each row's expert.
 
     Args:
-        forward: the forward pass of this rank's experts.
+        experts: this rank's.
+        forward: their forward pass.
         group: name of the process group over which the experts are distributed, in order.
+        buffer_factor: as for `apply_expert_parallel`.
         rows: (n, dim), sorted by expert.
         counts: (n_experts,) int64, rows of each expert.
     """
+    if experts.in_buffers and buffer_factor:
+        own_counts, *places = _route_in_buffers(counts, rows.shape[0], buffer_factor, group)
+        return _return_in_buffers(forward(_send_in_buffers(rows, *places, group), own_counts), *places, group)
     own_counts, *route = _route(counts, rows.shape[0], group)
     results = forward(_send(rows, *route, group), own_counts)
     return _return(results, *route, rows.shape[0], group)
@@ -158,3 +180,157 @@ _return.register_autograd(_send_gradients, setup_context=_keep_route)
 def _all_to_all(x: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
     """Send each rank its rows of x; returns the rows received, in rank order."""
     return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), arriving, leaving, group))
+
+
+# --------------------------------------------------------------------------- buffers of one size
+
+
+def buffer_rows(n: int, factor: float, n_ranks: int) -> int:
+    """Rows that a rank with `n` rows sends to each rank."""
+    return min(n, ceil(n * (factor / n_ranks)))
+
+
+@torch.library.custom_op("keel::route_in_buffers", mutates_args=())
+def _route_in_buffers(
+    counts: Tensor, n: int, factor: float, group: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Exchange how many rows arrive for each expert, and find each row's place, without waiting for the device.
+
+    Args:
+        counts, n, group: as for `_route`.
+        factor: size of a buffer over that of an even load.
+
+    Returns:
+        counts: (own experts,) int64, rows that arrive for each expert of this rank.
+        leaving: (ranks * buffer,) int64, the row that is sent in each place of the buffers; any row to fill one up.
+        places: (n,) int64, the place in the buffers of each row; any place for a row for which there is none.
+        by_expert: (ranks * buffer,) int64, the permutation from order of arrival to order by expert, which puts what
+            fills a buffer up behind the rows.
+        as_arrived: the inverse permutation.
+    """
+    n_ranks = group_named(group).size()
+    size = buffer_rows(n, factor, n_ranks)
+    by_rank = counts.unflatten(0, (n_ranks, -1))  # (ranks, experts of each)
+    n_experts = by_rank.shape[1]
+    arriving = _all_to_all(counts, [n_experts] * n_ranks, [n_experts] * n_ranks, group).view_as(by_rank)
+    position = torch.arange(size, device=counts.device)
+    ends = by_rank.sum(1).cumsum(0)  # the rows are sorted by rank
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    leaving = (starts[:, None] + position).clamp(max=n - 1).flatten()
+    row = torch.arange(n, device=counts.device)
+    rank = torch.searchsorted(ends, row, right=True)
+    places = rank * size + (row - starts[rank]).clamp(max=size - 1)
+    own_ends = arriving.cumsum(1).clamp(max=size)
+    # The expert of each row that arrives; the number of experts where it only fills a buffer up.
+    expert = torch.searchsorted(own_ends, position.expand(n_ranks, -1).contiguous(), right=True)
+    by_expert = expert.flatten().argsort(stable=True)
+    as_arrived = torch.empty_like(by_expert)
+    as_arrived[by_expert] = torch.arange(len(by_expert), device=counts.device)
+    own_counts = own_ends.diff(dim=1, prepend=own_ends.new_zeros(n_ranks, 1)).sum(0)
+    return own_counts, leaving, places, by_expert, as_arrived
+
+
+@_route_in_buffers.register_fake
+def _(counts: Tensor, n: int, factor: float, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n_ranks = group_named(group).size()
+    n_places = n_ranks * buffer_rows(n, factor, n_ranks)
+    leaving, by_expert, as_arrived = (counts.new_empty(n_places) for _ in range(3))
+    return counts.new_empty(len(counts) // n_ranks), leaving, counts.new_empty(n), by_expert, as_arrived
+
+
+@torch.library.custom_op("keel::send_in_buffers", mutates_args=())
+def _send_in_buffers(
+    rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str
+) -> Tensor:
+    """Send rows (n, dim), sorted by expert, to their experts' ranks: (ranks * buffer, dim), sorted by expert."""
+    return _all_to_all_even(rows[leaving], group)[by_expert]
+
+
+@_send_in_buffers.register_fake
+def _(rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
+    return rows.new_empty(by_expert.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("keel::return_in_buffers", mutates_args=())
+def _return_in_buffers(
+    rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str
+) -> Tensor:
+    """Undo `_send_in_buffers`."""
+    return _all_to_all_even(rows[as_arrived], group)[places]
+
+
+@_return_in_buffers.register_fake
+def _(rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
+    return rows.new_empty(places.shape[0], rows.shape[1])
+
+
+def _keep_places(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, *places = inputs[:5]
+    ctx.save_for_backward(*places)
+    ctx.group = inputs[-1]
+
+
+def _return_gradients_in_buffers(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _return_in_buffers(grad, *ctx.saved_tensors, ctx.group), *(None,) * 5
+
+
+def _send_gradients_in_buffers(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _send_in_buffers(grad, *ctx.saved_tensors, ctx.group), *(None,) * 5
+
+
+_send_in_buffers.register_autograd(_return_gradients_in_buffers, setup_context=_keep_places)
+_return_in_buffers.register_autograd(_send_gradients_in_buffers, setup_context=_keep_places)
+
+
+def _all_to_all_even(x: Tensor, group: str) -> Tensor:
+    """Send each rank as many rows of x."""
+    n_ranks = group_named(group).size()
+    sizes = [len(x) // n_ranks] * n_ranks
+    return _all_to_all(x, sizes, sizes, group)
+
+
+class Buffers:
+    """The buffers of the experts of all stages on a rank: when they are used, and whether one was too small."""
+
+    def __init__(self, stages: Iterable[nn.Module], n_ranks: int, factor: float, device: torch.device) -> None:
+        """
+        Args:
+            stages: this rank's, after `apply_expert_parallel`.
+            n_ranks: the size of `ep`.
+            factor: size of a buffer over that of an even load.
+            device: of the model.
+        """
+        self._experts: list[Any] = []
+        self._routers: list[Any] = []
+        for stage in stages:
+            self._experts += [stage.get_submodule(name) for name in plan_of(stage).experts]
+            self._routers += routers_of(stage).values()
+        self._n_ranks = n_ranks
+        self._factor = factor
+        self._missing = torch.zeros((), dtype=torch.float64, device=device)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Exchange rows in buffers inside, and start to note which are too small."""
+        self._missing.zero_()
+        self._set(True, self._note)
+        try:
+            yield
+        finally:
+            self._set(False, None)
+
+    def missing(self) -> Tensor:
+        """The most rows for which a buffer of this rank had no place since `used` was entered; a float64 scalar."""
+        return self._missing.clone()
+
+    def _set(self, in_buffers: bool, note: Callable[[Tensor], None] | None) -> None:
+        for experts in self._experts:
+            experts.in_buffers = in_buffers
+        for router in self._routers:
+            router.note = note
+
+    def _note(self, tokens: Tensor) -> None:
+        """tokens: (n_experts,), rows that leave this rank for each expert in a layer and micro-batch."""
+        leaving = tokens.unflatten(0, (self._n_ranks, -1)).sum(1).double()
+        size = (leaving.sum() * (self._factor / self._n_ranks)).ceil()  # as `buffer_rows` has it
+        torch.maximum(self._missing, leaving.max() - size, out=self._missing)

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from configs.layout import MeshSizes
+from configs.layout import MeshSizes, buffer_factor
+from configs.plan import plan_of
 from configs.schema import Config
 from parallelisms.attention.context import apply_context_parallel
 from parallelisms.expert import apply_expert_parallel
@@ -47,7 +48,10 @@ def split_blocks(model: nn.Module, config: Config, mesh: Mesh | None) -> None:
     if mesh.sizes.tp > 1:
         apply_tensor_parallel(model, _on_cpu(mesh.tp))
     if mesh.sizes.ep > 1:
-        apply_expert_parallel(model, _on_cpu(mesh.ep))
+        factor = buffer_factor(config.expert)
+        apply_expert_parallel(model, _on_cpu(mesh.ep), factor)
+        for name in plan_of(model).experts:
+            model.get_submodule(name).in_buffers = factor is not None  # type: ignore[assignment]
     if mesh.sizes.cp > 1:
         apply_context_parallel(model, mesh.cp, config.context.method, config.attention.backend)
 

@@ -60,6 +60,8 @@ class Balance:
     router_entropy: float | None
     """Entropy of the normalized scores, in nats, averaged over tokens and layers; at most log(n_experts). None for
     models whose routers are their own."""
+    repeated_steps: int | None
+    """Steps of this launch that were computed again, since a buffer of experts was too small; None without buffers."""
 
 
 class LoadBalance:
@@ -86,6 +88,8 @@ class LoadBalance:
         """(counters, n_experts + 1), last step: tokens of each expert, and the entropy. In float64, which represents
         integers up to 2^53 exactly, so that one collective sums both."""
         self._is_summed = False
+        self.repeated_steps = 0 if config.expert.exchange == "buffers" else None
+        """As in `Balance`."""
 
     @torch.no_grad()
     def finish_step(self, skip: Tensor) -> None:
@@ -137,4 +141,5 @@ class LoadBalance:
             tokens_per_expert=tokens,
             load_imbalance=max(max(row) * len(row) / sum(row) for row in tokens.values()),
             router_entropy=entropy,
+            repeated_steps=self.repeated_steps,
         )

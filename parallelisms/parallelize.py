@@ -12,6 +12,7 @@ fits any combination.
 
 from torch import nn
 
+from configs.layout import buffer_factor
 from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.attention.backend import apply_attention_backend
@@ -41,7 +42,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(stage, mesh.tp)
         if mesh.sizes.ep > 1:
-            apply_expert_parallel(stage, mesh.ep)
+            apply_expert_parallel(stage, mesh.ep, buffer_factor(config.expert))
         if mesh.sizes.cp > 1:
             apply_context_parallel(stage, mesh.cp, config.context.method, config.attention.backend)
         apply_load_balance(stage, mesh, config)

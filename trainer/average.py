@@ -60,8 +60,7 @@ class WeightAverage:
             number: the step's.
             skip: a scalar, 1. if the step has changed nothing; the average stays as it is then.
         """
-        start = self._config.start_step
-        if number <= start or (number - start) % self._config.interval:
+        if not self._is_due(number):
             return
         averages = [local_part(average) for average in self._averages.values()]
         weights = [local_part(weight) for weight in self._weights().values()]
@@ -76,6 +75,16 @@ class WeightAverage:
                 torch._foreach_mul_(distances, share)
                 torch._foreach_add_(averages[some], distances)
         self._updates += 1
+
+    def take_back(self, number: int) -> None:
+        """Forget the update after step `number`, which changed no weight and will be computed again."""
+        if self._is_due(number):
+            self._updates -= 1
+            self._has_begun = None
+
+    def _is_due(self, number: int) -> bool:
+        start = self._config.start_step
+        return number > start and (number - start) % self._config.interval == 0
 
     @torch.no_grad()
     def exchange(self) -> None:

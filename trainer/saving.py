@@ -70,6 +70,8 @@ class Saver:
         self._validation = validation
         self._fingerprints = fingerprints
         self._console = console
+        self._data_before_last: dict[str, Any] = {}
+        """This rank's position in the data before the last step."""
         self.is_due = False
         """Whether a save is due that has waited, because the last steps were not finite."""
 
@@ -135,16 +137,20 @@ class Saver:
         """
         run = self._progress.run
         own_data = loader.state_dict()
-        validation_loss = self._validation.loss_after(run.step + (last is not None))
+        before_last = self._data_before_last
+        self._data_before_last = own_data
 
         def rescue(reason: str, group: dist.ProcessGroup) -> Callable[[], None]:
-            after = self._with_result(run, last) if last else run
+            counts = last is not None and not last.read().is_missing_rows  # else it has changed nothing yet
+            after = self._with_result(run, last) if last and counts else run
+            data = before_last if last and not counts else own_data
+            validation_loss = self._validation.loss_after(after.step)
             is_new = after.step > self._progress.first_step
             if is_new:
                 self._console.line(
                     f"{reason}: saving the state of step {after.step} while step {after.step + 1} is computed"
                 )
-                self._save(after, loader, own_data, validation_loss, group)
+                self._save(after, loader, data, validation_loss, group)
             else:
                 self._console.line(f"{reason}: there is nothing new to save until the first step of this launch ends")
             return partial(self._report_rescue, reason, after.step, is_new, self._checkpoints.under_way)

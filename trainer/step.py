@@ -7,7 +7,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from checkpoint.reader import AVERAGE, OPTIMIZER
 from configs.architectures.llama import n_further
 from configs.architectures.parts import head_dim
+from configs.layout import buffer_factor
 from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.schema import Config, Optimizer, is_described
@@ -28,6 +29,7 @@ from models.llama import Llama
 from parallelisms.attention.context import shard_batch
 from parallelisms.compile import compiler_options
 from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
+from parallelisms.expert import Buffers
 from parallelisms.float8 import gather_in_8_bits
 from parallelisms.fsdp import freeze
 from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
@@ -88,6 +90,8 @@ class Learner:
     """Takes the fingerprints that `metrics.fingerprint` records; None: no fingerprints."""
     model_names: Sequence[str]
     """Names of the whole model's parameters."""
+    buffers: Buffers | None
+    """The buffers in which rows reach the experts; None: their splits are uneven."""
     make_passes: Callable[[Config], Passes]
     """Makes `passes`, whose buffers and schedule depend on the length and number of sequences."""
 
@@ -120,18 +124,21 @@ class Learner:
         self.update(step, lr)
         return step
 
-    def gradients(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+    def gradients(self, micro_batches: list[MicroBatch], in_buffers: bool = False) -> tuple[Tensor, Tensor]:
         """Add a global batch's gradients to the parameters; all ranks must call it.
 
         On a GPU this queues the work, and does not wait for it; the same is true of `judge` and `update`.
 
         Args:
             micro_batches: this rank's share.
+            in_buffers: whether rows reach the experts in the job's buffers, if it has any, which may be too small:
+                then the step must be computed again without.
 
         Returns:
             The batch's loss (float64) and the norm of its gradients, scalars.
         """
-        with self.guard.watch():
+        buffers = self.buffers.used() if self.buffers and in_buffers else nullcontext()
+        with self.guard.watch(), buffers:
             parts = self.own_part(micro_batches)
             # The number of valid targets in the global batch, by which every micro-batch's loss is divided.
             valid_tokens = self._valid_tokens(parts)
@@ -154,6 +161,7 @@ class Learner:
         is_stopping: bool = False,
         number: int = 0,
         details: Tensor | None = None,
+        in_buffers: bool = False,
     ) -> QueuedStep:
         """Let all ranks agree whether a step's gradients may update the model; all ranks must call it.
 
@@ -164,6 +172,7 @@ class Learner:
             is_stopping: whether this rank was told to stop.
             number: the step's, which chooses the gradients that its fingerprint samples.
             details: measurements that come with the result.
+            in_buffers: as for `gradients`.
 
         Raises:
             UserError: the ranks issued different collectives, or in a different order.
@@ -172,7 +181,8 @@ class Learner:
             sums = None
             if self.fingerprint:
                 sums = self.fingerprint.sums(number, sum(batch.digest() for batch in micro_batches))
-            step = judge(self.mesh, micro_batches, gradients, loss_limit, is_stopping, sums, details)
+            missing = self.buffers.missing() if self.buffers and in_buffers else None
+            step = judge(self.mesh, micro_batches, gradients, loss_limit, is_stopping, missing, sums, details)
             self.guard.compare()
             return step
 
@@ -190,6 +200,13 @@ class Learner:
         """Move the average of the weights, if there is one, after the update of step `number`."""
         if self.average:
             self.average.update(number, skip)
+
+    def take_back(self, step: QueuedStep, number: int) -> None:
+        """Forget step `number`, which changed no parameter; it will be computed again."""
+        self.finish(step.skip)
+        self.freeze(number - 1)
+        if self.average:
+            self.average.take_back(number)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -366,6 +383,7 @@ def assemble_learner(
         ),
         load_balance=LoadBalance(stages, config, mesh),
         further_losses=FurtherLosses(stages.values(), config, mesh),
+        buffers=_buffers(stages.values(), config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=until,
         ties=_tied_ends(config, mesh, stages),
@@ -377,6 +395,11 @@ def assemble_learner(
     optimizer.copies = _compute_copies(config, mesh, stages.values())
     learner.freeze(step=0)
     return learner
+
+
+def _buffers(stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> Buffers | None:
+    factor = buffer_factor(config.expert)
+    return Buffers(stages, mesh.sizes.ep, factor, mesh.device) if factor else None
 
 
 def _average(config: Config, optimizer: TrainingOptimizer, trained: dict[str, nn.Parameter]) -> WeightAverage | None:

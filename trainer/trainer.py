@@ -204,16 +204,25 @@ class Trainer:
 
     # ----------------------------------------------------------------------- a step is queued
 
-    def _gradients(self, number: int, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gradients(
+        self, number: int, batch: list[MicroBatch], in_buffers: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue the passes of step `number`."""
         with self.details.watching(number, batch):
-            return self.learner.gradients(batch)
+            return self.learner.gradients(batch, in_buffers)
 
-    def _judge(self, number: int, batch: list[MicroBatch], gradients: tuple[torch.Tensor, torch.Tensor]) -> QueuedStep:
+    def _judge(
+        self,
+        number: int,
+        batch: list[MicroBatch],
+        gradients: tuple[torch.Tensor, torch.Tensor],
+        in_buffers: bool = True,
+    ) -> QueuedStep:
         """Queue the verdict on step `number`, which depends on the steps before and on a signal to any rank."""
         details = self.details.numbers()
         is_stopping = bool(self.runtime.stop)
-        return self.learner.judge(batch, gradients, self.progress.loss_limit, is_stopping, number, details)
+        limit = self.progress.loss_limit
+        return self.learner.judge(batch, gradients, limit, is_stopping, number, details, in_buffers)
 
     def _learning_rate(self, number: int) -> float:
         return learning_rate_of(self.stage, number)
@@ -253,10 +262,13 @@ class Trainer:
         with self.runtime.ledger.waiting_for_step():
             result = last.result()
         self.progress.is_stopping |= result.is_stopping
-        is_traced = False
+        is_traced = result.is_missing_rows
+        if result.is_missing_rows:
+            last = self._again_without_buffers(last)
+            result = last.result()
         if result.skipped:
             with self.watch.phases.measure(Phase.OTHER):
-                is_traced = report_skip(result, self.progress, self.learner, last.micro_batches, self.console)
+                is_traced |= report_skip(result, self.progress, self.learner, last.micro_batches, self.console)
         if result.is_spike and self._rewind(result):
             return is_traced
         self.records.fingerprints.record(self.run, result)
@@ -271,6 +283,25 @@ class Trainer:
             self._log(result, validation)
         self.console.advance(step)
         return is_traced
+
+    def _again_without_buffers(self, last: QueuedStep) -> QueuedStep:
+        """Compute the last step again, with all rows of its experts; it has changed nothing yet."""
+        number = self.run.step + 1
+        self.learner.take_back(last, number)  # and the next step's gradients, if there are any
+        gradients = self._gradients(number, last.micro_batches, in_buffers=False)
+        step = self._judge(number, last.micro_batches, gradients, in_buffers=False)
+        self.learner.update(step, self._learning_rate(number))
+        self.learner.update_average(number, step.skip)
+        self.learner.freeze(number)
+        balance = self.learner.load_balance
+        balance.repeated_steps = (balance.repeated_steps or 0) + 1
+        if balance.repeated_steps == 1:
+            factor = self.config.expert.buffer_factor
+            self.console.note(
+                f"step {number} is computed again: more rows go to the experts of a rank than a buffer of "
+                f"expert.buffer_factor {factor:g} holds; repeated_steps in metrics.jsonl counts such steps"
+            )
+        return step
 
     def _rewind(self, result: StepResult) -> bool:
         """Go back to a checkpoint from before a spike, but not in the data.

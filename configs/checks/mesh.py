@@ -53,6 +53,9 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks of dp_shard x cp."""
     ep = config.mesh.ep
     n_experts = config.model.n_experts
+    if config.expert.exchange == "buffers" and (ep == 1 or not is_described(config.model)):
+        what = "ep 1 exchanges nothing" if ep == 1 else "experts of this architecture don't say how many rows they sent"
+        yield "expert.exchange", f'{what}, and so exchange = "buffers" does nothing; leave it out'
     if ep == 1 or isinstance(config.model, OwnModel):  # refused by the rules of its architecture
         return
     if is_described(config.model) and not n_experts:  # other models are asked when they are built

@@ -17,8 +17,9 @@ from checkpoint.storage import FolderStorage
 from checkpoint.store import write
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
+from configs.plan import routers_of
 from parallelisms import expert
-from parallelisms.expert import apply_expert_parallel
+from parallelisms.expert import Buffers, apply_expert_parallel, buffer_rows
 from parallelisms.mesh import build_mesh
 from scripts.parity import dtype_overrides
 from scripts.parity_rows import MOE, Row, expert_rows, words
@@ -27,7 +28,7 @@ from tests.hf_families import NEEDS_TRANSFORMERS, write_config
 from tests.hf_families import words as hf_words
 from trainer.data.loader import build_loader
 from trainer.planning.memory import estimate_memory
-from trainer.step import Learner, build_learner
+from trainer.step import Learner, build_learner, build_stages
 
 ROWS_BY_NAME = {row.name: row for row in expert_rows()}
 N_EXPERTS, DIM, ROWS = 8, 4, 6  # rows of each rank
@@ -42,10 +43,12 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(N_EXPERTS, DIM, DIM, generator=generator, dtype=torch.float64))
 
     def forward(self, rows, counts):
-        parts = rows.split(counts.tolist())
+        *parts, rest = rows.split([*counts.tolist(), len(rows) - int(counts.sum())])
         weights = self.local(self.weight)
         assert len(parts) == len(weights)
-        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)]).tanh()
+        # What fills a buffer up is undefined, as after torch's grouped matmul.
+        done = [part @ weight for part, weight in zip(parts, weights, strict=True)]
+        return torch.cat([*done, torch.full_like(rest, torch.nan)]).tanh()
 
 
 class Model(nn.Module):
@@ -66,11 +69,13 @@ def counts_of(choices: list[list[int]], rank: int) -> torch.Tensor:
     return torch.tensor(choices[rank]).bincount(minlength=N_EXPERTS)
 
 
-def exchanged(choices: list[list[int]]):
+def exchanged(choices: list[list[int]], buffer_factor: float | None = None):
     """This rank's results, gradient of its rows, and of its experts."""
     rank = dist.get_rank()
     model = Model()
-    apply_expert_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    apply_expert_parallel(model, mesh, buffer_factor)
+    model.experts.in_buffers = buffer_factor is not None
     rows = rows_of(rank).requires_grad_()
     out = model.experts(rows, counts_of(choices, rank))
     out.pow(2).sum().backward()
@@ -89,16 +94,47 @@ CHOICES = {  # experts of each rank's rows, ascending
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("n_ranks", [2, 4])
-def test_rows_come_back_from_their_experts(ranks, name, n_ranks):
+@pytest.mark.parametrize("is_in_buffers", [False, True])
+def test_rows_come_back_from_their_experts(ranks, name, n_ranks, is_in_buffers):
+    """A buffer of `n_ranks` times an even load is never too small."""
     choices = CHOICES[name]
+    factor = float(n_ranks) if is_in_buffers else None
     model = Model()
     whole = [rows_of(rank).requires_grad_() for rank in range(n_ranks)]
     expected = [model.experts(rows, counts_of(choices, rank)) for rank, rows in enumerate(whole)]
     torch.stack(expected).pow(2).sum().backward()
-    for rank, (out, by_rows, by_weight) in enumerate(ranks(n_ranks, exchanged, choices)):
+    for rank, (out, by_rows, by_weight) in enumerate(ranks(n_ranks, exchanged, choices, factor)):
         torch.testing.assert_close(out, expected[rank].detach(), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(by_rows, whole[rank].grad, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(by_weight, model.experts.weight.grad, rtol=1e-13, atol=1e-13)
+
+
+# --------------------------------------------------------------------------- in buffers
+
+
+def missing_rows(choices: list[list[int]], factor: float):
+    """Rows of this rank for which a buffer has no place, after two micro-batches: by `Buffers`, and counted."""
+    n_ranks = dist.get_world_size()
+    config = load("parity.toml", words(MOE | {"mesh.ep": n_ranks, "mesh.dp_shard": n_ranks}), n_ranks).config
+    stages, _ = build_stages(config, build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu")))
+    buffers = Buffers(stages.values(), n_ranks, factor, torch.device("cpu"))
+    router = next(iter(routers_of(stages[0]).values()))
+    micro_batches = [counts_of(choices, dist.get_rank()), counts_of(choices, (dist.get_rank() + 1) % n_ranks)]
+    with buffers.used():
+        for tokens in micro_batches:
+            router.note(tokens)
+        found = buffers.missing()
+    assert router.note is None
+    size = buffer_rows(ROWS, factor, n_ranks)
+    return found.item(), max(0, max(int(part.sum()) for each in micro_batches for part in each.chunk(n_ranks)) - size)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0, 4.0])
+def test_missing_rows_are_noticed(ranks, factor):
+    choices = CHOICES["some experts get nothing"]
+    for found, counted in ranks(4, missing_rows, choices, factor):
+        assert found == counted
+    assert any(counted for _, counted in ranks(4, missing_rows, choices, factor)) == (factor < 4)
 
 
 # --------------------------------------------------------------------------- on a mesh of their own

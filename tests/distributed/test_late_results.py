@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import signal
 import time
 from contextlib import closing
@@ -166,6 +167,44 @@ def test_a_result_that_differs_is_not_saved_in_the_middle_of_a_step(ranks, tmp_p
     assert "hold different results" in late["end"]
     assert not steps_in(tmp_path / "late" / "checkpoints")
     assert not math.isnan(late["step"])
+
+
+EXPERTS = (
+    *("--mesh.dp_replicate", "1", "--mesh.dp_shard", "2", "--mesh.ep", "2", "--model.n_experts", "4"),
+    *("--model.experts_per_token", "2", "--average.interval", "3", "--optimizer.groups"),
+    '[{pattern = "layers.0.*", freeze_until_step = 2}]',
+)
+SMALL = ("--expert.exchange", "buffers", "--expert.buffer_factor", "1.0")
+
+
+def repeated(run: Path) -> list[int]:
+    return [record["repeated_steps"] for record in records(run) if "repeated_steps" in record]
+
+
+@pytest.mark.parametrize("factor", ["1.0", "1.1", pytest.param("2.0", marks=pytest.mark.slow)])
+def test_buffers_of_experts_change_nothing(ranks, tmp_path, factor):
+    """A buffer of 1.0 times an even load is too small in all steps, one of 1.1 in some, and one of 2.0 in none."""
+    late, soon = both(ranks, tmp_path, {}, *EXPERTS, *SMALL[:2], "--expert.buffer_factor", factor)
+    ranks(2, train, str(tmp_path / "uneven"), True, {}, EXPERTS)
+    assert late["end"] == soon["end"] == "done"
+    same_run(tmp_path / "late", tmp_path / "soon")
+    same_run(tmp_path / "late", tmp_path / "uneven")
+    of_factor = {"1.0": range(12, 13), "1.1": range(1, 12), "2.0": range(1)}[factor]
+    assert repeated(tmp_path / "late") == repeated(tmp_path / "soon")
+    assert repeated(tmp_path / "late")[-1] in of_factor
+    assert not repeated(tmp_path / "uneven")
+
+
+@pytest.mark.slow
+def test_a_save_in_the_middle_of_a_step_leaves_out_a_step_that_lacks_rows(ranks, tmp_path):
+    """The state saved in step 4, before step 3 is computed again, is that after step 2; the run goes on from there."""
+    words = (*EXPERTS, *SMALL, "--checkpoint.interval", "1000")
+    ranks(2, train, str(tmp_path / "late"), True, {}, (*words, "--training.steps", "4"), 3)
+    assert steps_in(tmp_path / "late" / "checkpoints") == [2, 4]
+    ranks(2, train, str(tmp_path / "straight"), True, {}, EXPERTS)
+    shutil.rmtree(step_folder(tmp_path / "late" / "checkpoints", 4))
+    assert ranks(2, train, str(tmp_path / "late"), True, {}, words)[0]["end"] == "done"
+    assert curve(tmp_path / "late") == curve(tmp_path / "straight")
 
 
 SECONDS = 0.2

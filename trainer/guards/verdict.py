@@ -51,6 +51,8 @@ class StepResult:
     """The loss was finite, but above the limit."""
     differs: bool
     """The ranks held different finite numbers."""
+    is_missing_rows: bool
+    """A buffer of experts was too small on some rank: nothing changed, and the step must be computed again."""
     is_stopping: bool
     """Some rank had been told to stop when it judged the step."""
     own_loss: float = field(compare=False)
@@ -91,11 +93,13 @@ class QueuedStep:
         kinds = numbers[0:2]
         largest = numbers[2:4]
         stop = numbers[6]
+        is_missing_rows = numbers[7] > 0
         loss, norm = ((x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True))
-        differs = not any(kinds) and _differ(largest, [-x for x in numbers[4:6]])
-        is_spike = bool(skip) and not any(kinds) and not differs
+        differs = not any(kinds) and not is_missing_rows and _differ(largest, [-x for x in numbers[4:6]])
+        is_spike = bool(skip) and not any(kinds) and not differs and not is_missing_rows
         found = (vector if len(vector) else None for vector in further)
-        return StepResult(loss, norm, bool(skip), is_spike, differs, bool(stop), own_loss, own_norm, *found)
+        agreed_by_all = (bool(skip), is_spike, differs, is_missing_rows, bool(stop))
+        return StepResult(loss, norm, *agreed_by_all, own_loss, own_norm, *found)
 
     def result(self) -> StepResult:
         """Read the result; all ranks must call it.
@@ -119,6 +123,7 @@ def judge(
     gradients: tuple[Tensor, Tensor],
     loss_limit: float,
     is_stopping: bool,
+    missing_rows: Tensor | None,
     *further: Tensor | None,
 ) -> QueuedStep:
     """Judge a step by the worst value that any rank holds; all ranks must call it. Does not wait for the device.
@@ -129,18 +134,21 @@ def judge(
         gradients: this rank's loss and gradient norm, scalars on the device.
         loss_limit: a loss above it is a spike.
         is_stopping: whether this rank was told to stop, which all ranks learn with the result.
+        missing_rows: rows for which a buffer of this rank's had no place, a float64 scalar; None: there are no buffers.
         further: float64 vectors that come with the result (`gradient_sums` and `details` of `StepResult`).
     """
     own = torch.stack([scalar.double() for scalar in gradients])
     # Not the values themselves: a maximum over NaNs would depend on their order.
     kinds = own.isnan() * 2.0 + own.isinf()
     finite = own.nan_to_num(0.0, 0.0, 0.0)
-    # The worst of what any rank holds, and whether any of them was told to stop.
-    agreed = mesh.max_over_all(torch.cat((kinds, finite, -finite, own.new_full((1,), is_stopping))))
+    missing = own.new_zeros(1) if missing_rows is None else missing_rows[None]
+    # The worst of what any rank holds, whether any of them was told to stop, and the most rows that are missing.
+    agreed = mesh.max_over_all(torch.cat((kinds, finite, -finite, own.new_full((1,), is_stopping), missing)))
     kinds = agreed[0:2]
     largest = agreed[2:4]
     smallest = -agreed[4:6]
-    is_wrong = torch.cat((kinds > 0, largest - smallest > _ROUNDING * largest.abs(), largest[:1] > loss_limit))
+    differs = largest - smallest > _ROUNDING * largest.abs()
+    is_wrong = torch.cat((kinds > 0, differs, largest[:1] > loss_limit, agreed[7:] > 0))
     skip = is_wrong.any().float()
     vectors = [own[:0] if vector is None else vector for vector in further]
     numbers = torch.cat((agreed, own, skip.double()[None], *vectors)).to("cpu", non_blocking=True)  # into pinned memory

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from configs.layout import MeshSizes
+from configs.layout import MeshSizes, buffer_factor
 from configs.plan import plan_of
 from configs.schema import ActivationCheckpoint, Config, OwnModel
 from models import build_model
@@ -87,10 +87,11 @@ class _Asked(NamedTuple):
         """A hash of all that the answer depends on."""
         training = self.config.training
         context = self.config.context.method, self.config.attention.backend
+        factor = buffer_factor(self.config.expert)
         parts = [
             self.config.model.model_dump(mode="json"),
             [training.seq_len, training.compute_dtype, self.config.compile.enable, self.on_gpu],
-            [self.layer, sorted(self.frozen), astuple(self.part), context if self.part.cp > 1 else ""],
+            [self.layer, sorted(self.frozen), astuple(self.part), context if self.part.cp > 1 else "", factor],
             self.checkpointing.model_dump(mode="json"),
             _source(),
         ]

@@ -14,7 +14,7 @@ from functools import cached_property
 from configs.architectures.llama import expert_dim, has_gate, is_mixture, latent_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
-from configs.layout import MeshSizes, accumulation_steps, attention_features
+from configs.layout import MeshSizes, accumulation_steps, attention_features, buffer_factor
 from configs.schema import Config, is_described
 from parallelisms.activation_checkpoint import resolve_ops, selected_layers
 from trainer.planning.devices import Device, Network
@@ -226,7 +226,9 @@ class LayerTime:
         model = self.config.model
         if self.sizes.ep == 1 or not is_described(model) or not is_mixture(model, layer):
             return []
-        return [("all_to_all", self.tokens * model.experts_per_token * model.dim * self.memory.compute_bytes)] * 2
+        row = model.dim * self.memory.compute_bytes
+        sent = (buffer_factor(self.config.expert) or 1.0) * self.tokens * model.experts_per_token * row
+        return [("all_to_all", sent)] * 2
 
     def _context_parallel(self) -> list[tuple[str, float]]:
         """What a layer's attention exchanges over `cp` in its forward pass."""
@@ -269,7 +271,7 @@ class LayerTime:
             found[axis] += self.network.seconds(op, n_bytes, ranks, stride)
             if axis == "tp":
                 found["elementwise"] += 2 * n_bytes / self.device.memory  # it is cut and joined along the sequence
-            if axis == "ep" and kind != "backward":
+            if axis == "ep" and kind != "backward" and self.config.expert.exchange == "uneven":
                 found[axis] += _ROUTE / 2
         if self.config.comm.async_tp and found["tp"]:
             found["tp"] = max(found["tp"] / self.sizes.tp, found["tp"] - beside["products"])

@@ -236,6 +236,8 @@ class StepMetrics:
     """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
     router_entropy: float | None = None
     """Entropy of the router's scores, in nats, averaged over tokens and layers."""
+    repeated_steps: int | None = None
+    """Steps of this launch so far that were computed again, since a buffer of experts was too small."""
     multi_token_losses: dict[str, float] | None = None
     """Mean cross-entropy of each module that predicts further tokens, over its valid targets, by depth from "1"."""
     incidents: list[dict[str, Any]] | None = None

@@ -57,6 +57,7 @@ TAGS = {
     "allocator_ooms": "memory/allocator_ooms",
     "load_imbalance": "router/load_imbalance",
     "router_entropy": "router/entropy",
+    "repeated_steps": "router/repeated_steps",
     "multi_token_losses": "loss/multi_token",
     "layer_grad_norms": "details/grad_norm",
     "layer_activation_rms": "details/activation_rms",
