@@ -89,7 +89,7 @@ class LoadBalance:
         integers up to 2^53 exactly, so that one collective sums both."""
         self._is_summed = False
         self.repeated_steps = 0 if config.expert.exchange == "buffers" else None
-        """As in `Balance`."""
+        """`Balance.repeated_steps`."""
 
     @torch.no_grad()
     def finish_step(self, skip: Tensor) -> None:

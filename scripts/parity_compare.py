@@ -36,6 +36,8 @@ from scripts.proving.equal import (
     whole_tensor,
     worst,
 )
+from trainer.data.loader import MicroBatch
+from trainer.guards.verdict import QueuedStep
 from trainer.lr_schedule import learning_rate_of
 from trainer.step import Learner, build_learner
 
@@ -161,11 +163,10 @@ def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajec
         if step in detour.evaluate_at:
             loss, tokens, _ = mesh.sum_over_tokens(learner.evaluate(micro_batches, None)).tolist()
             found.evaluations[step] = loss / tokens
-        gradients = learner.gradients(micro_batches)
+        gradients, last = _judged(learner, micro_batches)
         if step == 0:
             held = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
             found.gradients = {name: whole(grad) for name, grad in held.items()}
-        last = learner.judge(micro_batches, gradients)
         loss, norm = (each.item() for each in gradients)
         found.losses.append(loss)
         found.norms.append(norm)
@@ -175,6 +176,17 @@ def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajec
         except UserError as error:  # the ranks hold different results
             found.stopped = str(error)
             return
+
+
+def _judged(learner: Learner, micro_batches: list[MicroBatch]) -> tuple[tuple[Tensor, Tensor], QueuedStep]:
+    """A step's gradients and its verdict; in the buffers of experts, if they are large enough."""
+    for in_buffers in (True, False):
+        gradients = learner.gradients(micro_batches, in_buffers)
+        step = learner.judge(micro_batches, gradients, in_buffers=in_buffers)
+        if not step.read().is_missing_rows:
+            break
+        learner.finish(step.skip)
+    return gradients, step
 
 
 def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:

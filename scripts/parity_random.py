@@ -268,6 +268,8 @@ def _machine(dice: random.Random, ranks: int, run: Keys, owners: bool) -> Keys:
     shards = axes["dp_shard"] * axes["cp"]
     if "model.n_experts" in run and shards > 1 and not owners:
         keys |= _some(dice, 0.6, {"mesh.ep": dice.choice([n for n in (2, 3, 4, 8) if shards % n == 0])})
+        buffers: Keys = {"expert.exchange": "buffers", "expert.buffer_factor": dice.choice((1.0, 1.2, 2.0, 8.0))}
+        keys |= _some(dice, 0.5, buffers if keys.get("mesh.ep", 1) != 1 else {})
     if axes["cp"] > 1:
         keys["context.method"] = dice.choice(("gather", "ring", "all_to_all"))
     if axes["pp"] > 1:

@@ -595,8 +595,13 @@ def expert_rows() -> Iterator[Row]:
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
     queues = {"comm.streams": "per_group", "comm.prefetch": 2}
+    buffers = {"expert.exchange": "buffers", "expert.buffer_factor": 1.5}
     meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, ranks
         "EP 2": ({"dp_shard": 2, "ep": 2}, 2),
+        "EP 2 in buffers": ({"dp_shard": 2, "ep": 2, **buffers}, 2),
+        "EP 2 x TP 2 in buffers": ({"dp_shard": 2, "ep": 2, "tp": 2, **buffers}, 4),
+        "EP 2 x PP 2 in buffers": ({"dp_shard": 2, "ep": 2, "pp": 2, **buffers}, 4),
+        "EP 4 over CP 2 in buffers": ({"dp_shard": 2, "cp": 2, "ep": 4, **buffers}, 4),
         "EP 4": ({"dp_shard": 4, "ep": 4}, 4),
         "EP 2 x FSDP 2": ({"dp_shard": 4, "ep": 2}, 4),
         "EP 2 x FSDP 2, a queue for each group": ({"dp_shard": 4, "ep": 2, **queues}, 4),

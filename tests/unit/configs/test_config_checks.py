@@ -326,6 +326,8 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "lr_schedule.name=inverse_sqrt lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",
             "is above total_steps 10",
         ),
+        ("expert.exchange=buffers", 'ep 1 exchanges nothing, and so exchange = "buffers" does nothing; leave it out'),
+        ("expert.buffer_factor=3.0", 'buffer_factor does nothing with exchange = "uneven" (the default)'),
         ("lr_schedule.total_tokens=3", "ends at total_steps or at total_tokens, and this one has both"),
         ("lr_schedule.warmup_tokens=3", "lr_schedule.warmup_tokens does nothing without total_tokens; leave it out"),
         ("lr_schedule.decay_steps=3", 'lr_schedule.decay_steps does nothing with name = "cosine"'),
