@@ -94,8 +94,9 @@ class Plan:
 
     parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.
     For parameters (not modules): part_column, part_row: split by output or input features, the second to last and the
-    last dimension; part_vector: of one dimension, split; replicated_partial_grad: whole on each rank, which computes only a part of
-    what it is used for (its heads, its share of the experts), so that its gradient is a sum over the ranks.
+    last dimension; part_vector: of one dimension, split; replicated_partial_grad: whole on each rank, which computes
+    only a part of what it is used for (its heads, its share of the experts), so that its gradient is a sum over the
+    ranks.
 
     whole_...: for models whose activations are whole on each rank between the matrices
     (`parallelisms/tensor_whole.py`): whole_column: split by output features, its output stays split, or is joined;

@@ -589,7 +589,7 @@ def _read(name: str, tensor: _SourceTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read_source(place: Source, shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype) -> Tensor:
-    """Read what a checkpoint stores as one tensor of this shape: a tensor, its rows of one, or all experts', stacked."""
+    """Read what a checkpoint stores as one tensor of this shape: a tensor, rows of one, or all experts', stacked."""
     names = place.names
     if len(names) == 1:
         tensor = _read(names[0], tensors[names[0]], dtype)
