@@ -99,6 +99,10 @@ class DeltaNet(nn.Module):
     def _mix(self, rows: Tensor, strength_rate: Tensor, heads: Heads, documents: Tensor | None) -> Tensor:
         return mix(rows, strength_rate, heads, self.key_dim, documents)[0]
 
+    def continued(self, rows: Tensor, strength_rate: Tensor, heads: Heads, state: State | None) -> tuple[Tensor, State]:
+        """Go on with the document of the tokens before, whose state is given; arguments as for `mix`."""
+        return mix(rows, strength_rate, heads, self.key_dim, state=state)
+
 
 class GatedNorm(nn.Module):
     """RMSNorm of each head, multiplied by silu(gate)."""

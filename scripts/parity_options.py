@@ -55,7 +55,13 @@ OPTIONS: dict[str, dict[str, object]] = {
     "window, every third layer whole": {"model.window": 9, "model.window_pattern": 3, "model.window_rope_theta": 500},
     "window, documents": {"model.window": 5, **DOCUMENTS},
     "delta": DELTA,
-    "delta, documents, three chunks": {**DELTA, **DOCUMENTS, "training.seq_len": 136},
+    "delta, documents over chunks": {
+        **DELTA,
+        "data.document_mask": "true",
+        "data.sources": '[{name = "documents", kind = "synthetic", document_length = 50}]',
+        "training.seq_len": 136,
+        "training.global_batch_size": 4,
+    },
     "gate of shared experts": {**MOE, "model.shared_expert_gate": "true"},
 }
 FAMILIES: dict[str, dict[str, object]] = {

@@ -44,9 +44,11 @@ def _mix_some_heads(
     place: this rank, of how many; order: numbers of the chunks in the order in which ranks hold them; empty: ascending.
     """
     rank, n_ranks = place
-    whole = _ordered(exchange(torch.cat((rows, gates), -1), 2, 1), [order.index(n) for n in range(len(order))])
+    joined = exchange(torch.cat((rows, gates), -1), 2, 1)
+    whole = _ordered(joined, [order.index(nth) for nth in range(len(order))])
     own = heads._make(weight.chunk(n_ranks)[rank] for weight in heads)
-    out = mix(*whole.split((rows.shape[-1], gates.shape[-1]), -1), own, documents)
+    rows, gates = whole.split((rows.shape[-1], gates.shape[-1]), -1)
+    out = mix(rows, gates, own, documents)
     return exchange(_ordered(out, order), 1, 2)
 
 
