@@ -64,10 +64,10 @@ def layers_of_stages(config: Config) -> list[range]:
 def _even_split(config: Config) -> Sequence[int]:
     """Split the layers so that the slowest stage is as fast as possible, then so that memory is even.
 
-    All layers are treated as equal (to their mean, where only some have experts or attention), so each goes to the stage with the
-    least time so far. Time is proportional to a token's FLOPs: the elements of the matrices that it is multiplied with,
-    and half of the attention scores. The embedding takes memory but hardly any time, so its stage comes last among
-    equals; earlier stages come later, too, since they keep the activations of more micro-batches.
+    All layers are treated as equal (to their mean, where only some have experts or attention), so each goes to the
+    stage with the least time so far. Time is proportional to a token's FLOPs: the elements of the matrices that it is
+    multiplied with, and half of the attention scores. The embedding takes memory but hardly any time, so its stage
+    comes last among equals; earlier stages come later, too, since they keep the activations of more micro-batches.
     """
     model = config.model
     stages = n_stages(config)

@@ -16,8 +16,8 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 A layer with a window counts the tokens that are in it, instead of seq_len. Where values have another width than queries
 and keys (latent attention), head_dim is the mean of both; the zeros that values are padded with are not counted.
 
-A layer of kind delta (Gated DeltaNet) has no scores. Each value head's state, key_head_dim x value_head_dim, is read with
-the key, moved by the token's correction, and read with the query: in both formulas
+A layer of kind delta (Gated DeltaNet) has no scores. Each value head's state, key_head_dim x value_head_dim, is read
+with the key, moved by the token's correction, and read with the query: in both formulas
 
     18 * value_heads * key_head_dim * value_head_dim
 
