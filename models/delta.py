@@ -112,7 +112,7 @@ class GatedNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
         self.local: Callable[[Tensor], Tensor] = unchanged
-        """As in `DeltaNet`."""
+        """The same as in `DeltaNet`."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate: (..., dim) -> the same shape."""

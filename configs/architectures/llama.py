@@ -168,7 +168,9 @@ class LlamaKeys(Table):
     """Number of experts that each token is routed to."""
     n_shared_experts: Annotated[NonNegativeInt, only_with("n_experts")] = 0
     """Number of additional experts per layer that process every token (DeepSeekMoE)."""
-    shared_expert_gate: Annotated[bool, only_with("n_shared_experts")] = False
+    shared_expert_gate: Annotated[bool, only_with("n_shared_experts", reason="so no output would be multiplied")] = (
+        False
+    )
     """Multiply the shared experts' output by the sigmoid of one more projection (Qwen3-Next)."""
     expert_dim: Annotated[PositiveInt | None, only_with("n_experts")] = None
     """Inner width of an expert; default: ffn_dim, which otherwise applies to the dense layers only."""
@@ -490,8 +492,9 @@ def _delta(model: LlamaKeys) -> Iterator[tuple[str, str]]:
 
 
 def _delta_and_context(config: Any) -> Iterator[tuple[str, str]]:
-    """With context parallelism each rank computes some of the heads of whole sequences."""
-    cp, tp = config.mesh.cp, config.mesh.tp
+    """Context parallelism gives each rank some of the heads of whole sequences."""
+    cp = config.mesh.cp
+    tp = config.mesh.tp
     heads = config.model.delta.key_heads
     if cp > 1 and "delta" in config.model.layers and heads % (cp * tp) and heads % tp == 0:
         ranks = f"cp {cp} x tp {tp} = {cp * tp}" if tp > 1 else f"cp {cp}"

@@ -46,7 +46,7 @@ def _mix_some_heads(
     rank, n_ranks = place
     joined = exchange(torch.cat((rows, gates), -1), 2, 1)
     whole = _ordered(joined, [order.index(nth) for nth in range(len(order))])
-    own = heads._make(weight.chunk(n_ranks)[rank] for weight in heads)
+    own = type(heads)(*(weight.chunk(n_ranks)[rank] for weight in heads))
     rows, gates = whole.split((rows.shape[-1], gates.shape[-1]), -1)
     out = mix(rows, gates, own, documents)
     return exchange(_ordered(out, order), 1, 2)

@@ -135,5 +135,5 @@ class CachedModel:
         lengths = (self._places + 1).tolist()
         read = [continued(rows[i, :n][None], gates[i, :n][None], heads, None) for i, n in enumerate(lengths)]
         states = [state for _, state in read]
-        kept.append(type(states[0])._make(map(torch.cat, zip(*states, strict=True))))
+        kept.append(type(states[0])(*map(torch.cat, zip(*states, strict=True))))
         return pad_sequence([out[0] for out, _ in read], batch_first=True)
