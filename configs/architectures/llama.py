@@ -758,7 +758,7 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
         keys["latent"] = _small_latent(model.latent)
         keys["head_dim"] = 2 * _SMALL_HEAD
     if "delta" in model.layers:
-        keys["layers"] = model.layers if len(model.layers) <= n_layers else ("delta", "full")
+        keys["layers"] = list(model.layers if len(model.layers) <= n_layers else dict.fromkeys(model.layers))
         keys["delta"] = _small_delta(model.delta, ranks)
     if model.window:
         keys["window"] = min(model.window, _SMALL_WINDOW)
