@@ -12,7 +12,7 @@ from math import ceil, lcm
 from typing import Literal
 
 from configs.architectures import description_of, family_of, own_weights
-from configs.architectures.llama import latent_of
+from configs.architectures.llama import is_delta, latent_of
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.schema import (
@@ -260,6 +260,21 @@ def attention_features(model: AnyModel) -> int:
     """Elements that a pair of tokens is multiplied with: of all heads, queries and values, which may be narrower."""
     latent = latent_of(model) if is_described(model) else None
     return model.n_heads * (head_dim(model) + (latent.value_head_dim if latent else head_dim(model)))
+
+
+def mixed_elements(model: AnyModel, layer: int, seen: float) -> float:
+    """Elements that a token is multiplied with to mix it with others, in a layer; a matrix has as many as elements.
+
+    Args:
+        model: the model's table.
+        layer: the layer's number.
+        seen: twice the mean number of tokens that a token attends to.
+    """
+    if is_delta(model, layer):
+        delta = model.delta  # type: ignore[union-attr]
+        # The state is read with the key, moved, and read with the query.
+        return 3 * delta.value_heads * delta.key_head_dim * delta.value_head_dim
+    return attention_features(model) * seen / 2
 
 
 def active_matrices(model: Model, layer: int) -> int:

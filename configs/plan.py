@@ -21,6 +21,7 @@ TensorRole = Literal[
     "parts",
     "part_column",
     "part_row",
+    "part_vector",
     "replicated_partial_grad",
     "norm_of_parts",
     "whole_column",
@@ -34,11 +35,11 @@ TensorRole = Literal[
     "whole_vector",
     "whole_experts",
 ]
-PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
+PARAMETER_ROLES = ("part_column", "part_row", "part_vector", "replicated_partial_grad", "whole_vector")
 """Roles of single parameters; the others are of modules."""
 TENSOR_PARALLEL_DIM = {
     **{"embedding": -2, "head": -2, "column": -2, "gather_column": -2, "row": -1},
-    **{"part_column": -2, "part_row": -1, "norm_of_parts": -1},
+    **{"part_column": -2, "part_row": -1, "part_vector": -1, "norm_of_parts": -1},
     **{"whole_column": -2, "whole_column_joined": -2, "whole_embedding": -2, "whole_head": -2},
     **{"whole_row": -1, "whole_row_own_part": -1, "whole_vector": -1},
 }
@@ -74,7 +75,7 @@ class Plan:
     """Modules that mix tokens, each an `Attention`; empty if the model's own cannot be replaced."""
 
     mixers: tuple[str, ...]
-    """The module of each block that mixes tokens; `attention`, unless a model's own attention cannot be replaced."""
+    """The module of each block that mixes tokens: of `attention`, of `recurrent`, or one that cannot be replaced."""
 
     experts: tuple[str, ...]
     """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter; each an
@@ -92,9 +93,10 @@ class Plan:
     including the loss.
 
     parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.
-    For parameters (not modules): part_column, part_row, inside of "parts": split by output or input features, the
-    second to last and the last dimension; replicated_partial_grad: whole on each rank, which computes only a part of
-    what it is used for (its heads, its share of the experts), so that its gradient is a sum over the ranks.
+    For parameters (not modules): part_column, part_row: split by output or input features, the second to last and the
+    last dimension; part_vector: of one dimension, split; replicated_partial_grad: whole on each rank, which computes
+    only a part of what it is used for (its heads, its share of the experts), so that its gradient is a sum over the
+    ranks.
 
     whole_...: for models whose activations are whole on each rank between the matrices
     (`parallelisms/tensor_whole.py`): whole_column: split by output features, its output stays split, or is joined;
@@ -129,6 +131,9 @@ class Plan:
     further_blocks: tuple[str, ...] = ()
     """Modules of `after_blocks` that are checkpointed and compiled like `blocks`, after which they run in training."""
 
+    recurrent: tuple[str, ...] = ()
+    """Modules that mix tokens by a state that passes from each token to the next, each a `Recurrent`."""
+
     can_cache: bool = True
     """Whether each `attend` may be given new tokens only, with keys and values that were kept."""
 
@@ -146,6 +151,11 @@ def plan_of(model: Any) -> Plan:
 # --------------------------------------------------------------------------- what techniques read and replace
 
 
+Initial = float | None | Literal["log_of_uniform"]
+"""How a parameter starts: the standard deviation of its values, 0 for zeros; None: all ones; log_of_uniform: logarithms
+of numbers that are drawn evenly from 0.01 to 16, as Gated DeltaNet's rates (Yang et al. 2024; Qwen3-Next)."""
+
+
 class PlannedModel(Protocol):
     """What a model has besides its modules. Tensors are `Any`, since nothing here imports torch."""
 
@@ -153,8 +163,8 @@ class PlannedModel(Protocol):
     mask: Callable[[Any, Any], Any]
     """(documents, dtype of the activations) -> the mask that each `attend` takes. Replaced by: context parallelism."""
 
-    def init_std(self, name: str, /) -> float | None:
-        """Standard deviation of a parameter's initial values, 0 for zeros; None for those that start at one."""
+    def init_std(self, name: str, /) -> Initial:
+        """How a parameter starts."""
 
     # A model may have a method `leave_out(names)`, by which it removes the modules that a pipeline stage does not have.
     # They are set to None in other models.
@@ -171,6 +181,18 @@ class Attention(Protocol):
     # (number of tokens of a part, device) -> where these are in whole sequences, (1, tokens), and the length of those.
 
     # A module whose `attend` sees only the last tokens has their number in its attribute `window`.
+
+
+class Recurrent(Protocol):
+    """A module of `Plan.recurrent`. Heads are the third dimension of each tensor, and the first of each weight."""
+
+    mix: Callable[[Any, Any, Any, Any], Any]
+    """(rows (batch, seq, heads, n), gates (batch, seq, heads, n), a named tuple of the heads' weights, (heads, ...)
+    each, number of each token's document (batch, seq) or None) -> (batch, seq, heads, n): the only place that reads
+    other tokens. Replaced by: context parallelism, sampling."""
+    continued: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    """(rows, gates, weights, state after the tokens before them, or None) -> what `mix` returns, the state after them;
+    states are named tuples of tensors whose first dimension is the batch."""
 
 
 class LocalWeights(Protocol):
@@ -229,6 +251,11 @@ class Router(LocalWeights, Protocol):
 def attention_of(model: Any) -> list[Attention]:
     """The modules of `Plan.attention`, in forward order."""
     return [model.get_submodule(name) for name in plan_of(model).attention]
+
+
+def recurrent_of(model: Any) -> list[Recurrent]:
+    """The modules of `Plan.recurrent`, in forward order."""
+    return [model.get_submodule(name) for name in plan_of(model).recurrent]
 
 
 def routers_of(model: Any) -> dict[str, Router]:

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from configs.architectures.llama import n_further
 from configs.errors import ConfigError
-from configs.layout import active_matrices, attention_features, layer_matrices
+from configs.layout import active_matrices, layer_matrices, mixed_elements
 from configs.schema import AnyModel, Config, is_described
 
 
@@ -64,16 +64,17 @@ def layers_of_stages(config: Config) -> list[range]:
 def _even_split(config: Config) -> Sequence[int]:
     """Split the layers so that the slowest stage is as fast as possible, then so that memory is even.
 
-    All layers are treated as equal (to their mean, where only some have experts), so each goes to the stage with the
-    least time so far. Time is proportional to a token's FLOPs: the elements of the matrices that it is multiplied with,
-    and half of the attention scores. The embedding takes memory but hardly any time, so its stage comes last among
-    equals; earlier stages come later, too, since they keep the activations of more micro-batches.
+    All layers are treated as equal (to their mean, where only some have experts or attention), so each goes to the
+    stage with the least time so far. Time is proportional to a token's FLOPs: the elements of the matrices that it is
+    multiplied with, and half of the attention scores. The embedding takes memory but hardly any time, so its stage
+    comes last among equals; earlier stages come later, too, since they keep the activations of more micro-batches.
     """
     model = config.model
     stages = n_stages(config)
     layer, active = _mean_layer(model)
     vocabulary = model.vocab_size * model.dim
-    layer_time = active + attention_features(model) * config.training.seq_len // 2
+    mixed = [mixed_elements(model, number, config.training.seq_len) for number in range(model.n_layers)]
+    layer_time = active + int(sum(mixed)) // model.n_layers
     counts = [1] * stages
     time = [layer_time] * stages
     memory = [layer] * stages

@@ -44,9 +44,14 @@ class Documents(NamedTuple):
         """The same on `device`; from pinned memory the copy does not wait."""
         return self._replace(ids=self.ids.to(device, non_blocking=True))
 
+    @property
+    def numbers(self) -> Tensor:
+        """(batch, seq), int32: the document's number, counted from 0 over the whole batch."""
+        return _numbers(self.ids)
+
     def numbered(self) -> "NumberedDocuments":
         """The form that attention takes."""
-        numbers = _numbers(self.ids)
+        numbers = self.numbers
         slots = torch.arange(self.slots + 1, dtype=torch.int32, device=self.ids.device)
         ends = torch.searchsorted(numbers.flatten(), slots, out_int32=True)
         torch._dynamo.maybe_mark_dynamic(ends, 0)  # `slots` differs between batches: compile once for all sizes

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures import init_stds, tensor_parallel_roles
-from configs.architectures.llama import ATTENTION, embedding_scale, further_block, n_further, rope_dim
+from configs.architectures.llama import ATTENTION, embedding_scale, further_block, mixer, n_further, rope_dim
 from configs.architectures.parts import head_dim
-from configs.plan import Plan
+from configs.plan import Initial, Plan
 from configs.schema import Model
 from models.attention import Mask, document_mask
 from models.block import Block
@@ -106,9 +106,10 @@ class Llama(nn.Module):
         angles_near = angles if self.window_rotary is None else self.window_rotary(positions)
         x = tokens if tokens.is_floating_point() else self._embedded(tokens)
         mask = None if documents is None else self.mask(documents, x.dtype)
-        for block in self.layers.values():
-            x, load = block(x, *(angles_near if cast(Block, block).self_attn.window else angles), mask)
-            _record(cast(Block, block), load)
+        numbers = documents.numbers if documents is not None and "delta" in self.config.layers else None
+        for block in cast("dict[str, Block]", self.layers).values():
+            x, load = block(x, *(angles_near if block.window else angles), numbers if block.is_delta else mask)
+            _record(block, load)
         if self.norm is None or self.lm_head is None:
             return x
         x = self.norm(x)
@@ -139,7 +140,7 @@ class Llama(nn.Module):
         for depth, module in enumerate(cast("dict[str, MultiToken]", self.multi_token).values()):
             seen = further[..., depth]
             targets = further[..., depth + 1]
-            near = bool(module.block.self_attn.window)
+            near = bool(module.block.window)
             x, normed, load = module(x, self._embedded(seen.clamp(min=0)), *angles[near], mask)
             _record(module.block, load)
             found = self.lm_head(normed, partial(loss, targets=targets))
@@ -170,6 +171,8 @@ class Llama(nn.Module):
         inner = tuple(further_block(int(name)) for name in self.multi_token)
         there = dict(self.named_children())
         blocks = tuple(f"layers.{name}" for name in self.layers)
+        mixers = tuple(f"layers.{name}.{mixer(self.config, int(name))}" for name in self.layers)
+        mixers += tuple(f"{block}.{ATTENTION}" for block in inner)
         before = tuple(name for name in ("embed_tokens",) if name in there)
         after = (*further, *(name for name in ("norm", "lm_head") if name in there))  # the head is the last
         # A matrix that is used at both ends of the forward pass stays in the root's group, gathered throughout.
@@ -186,8 +189,8 @@ class Llama(nn.Module):
             before_blocks=before,
             after_blocks=after,
             fsdp_groups=groups if is_shared else tuple(filter(None, (before, *groups, after))),
-            attention=tuple(f"{block}.{ATTENTION}" for block in (*blocks, *inner)),
-            mixers=tuple(f"{block}.{ATTENTION}" for block in (*blocks, *inner)),
+            attention=tuple(name for name in mixers if name.endswith(ATTENTION)),
+            mixers=mixers,
             experts=tuple(f"{mixture}.experts" for mixture in mixtures),
             routers=tuple(f"{mixture}.router" for mixture in mixtures),
             tensor_parallel={
@@ -198,11 +201,12 @@ class Llama(nn.Module):
             tied=before if is_shared else (),
             further_blocks=further,
             save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
+            recurrent=tuple(name for name in mixers if not name.endswith(ATTENTION)),
             can_cache=self.config.window is None,
         )
 
-    def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None for those that start at one."""
+    def init_std(self, name: str) -> Initial:
+        """How a parameter starts."""
         return init_stds(self.config)[name]
 
 

@@ -209,13 +209,19 @@ class MixtureOfExperts(nn.Module):
         # Shared experts side by side are one feed-forward of their joint width (Dai et al. 2024, DeepSeekMoE).
         shared = config.n_shared_experts * expert_dim(config)
         self.shared_experts = FeedForward(config, shared) if shared else None
+        self.shared_expert_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Load]:
         """x: (batch, seq, dim) -> the same shape, and the load of each expert."""
         choice = self.router(x)
         outputs = through_experts(self.experts, x.flatten(0, 1), choice.experts, choice.load.tokens)
         out = (outputs * choice.weights.to(x.dtype)[..., None]).sum(2)
-        return (out if self.shared_experts is None else out + self.shared_experts(x)), choice.load
+        if self.shared_experts is None:
+            return out, choice.load
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x).sigmoid()
+        return out + shared, choice.load
 
 
 def through_experts(experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:

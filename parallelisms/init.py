@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from configs.plan import Initial
 from parallelisms.ranks import local_part
 from parallelisms.ties import ties_kept
 
@@ -50,7 +51,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
         _fill(model, cast(Callable[[int], Callable[[str], Tensor]], model.initial_values)(seed))
         check_initialized(model, lambda name: True)
         return
-    init_std = cast(Callable[[str], float | None], model.init_std)
+    init_std = cast(Callable[[str], Initial], model.init_std)
     zeros = {name for name, _ in model.named_parameters() if init_std(name) == 0.0}
     with ThreadPoolExecutor(_threads()) as pool:
         for name, parameter in model.named_parameters():
@@ -80,8 +81,13 @@ def _unset(tensor: Tensor) -> Tensor:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
 
-def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPoolExecutor) -> None:
+def _initialize(parameter: Tensor, std: Initial, key: str, pool: ThreadPoolExecutor) -> None:
     local = local_part(parameter).detach()
+    if std == "log_of_uniform":
+        (rows,) = local_indices(parameter)
+        rates = torch.rand(parameter.shape, dtype=torch.float32, generator=_generator(key)) * (16 - 0.01) + 0.01
+        local.copy_(rates.log()[rows])
+        return
     if not std:
         local.fill_(1.0 if std is None else 0.0)
         return
@@ -138,13 +144,17 @@ def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
 
     `nn.init.trunc_normal_` does this from torch 2.13 on; before, it drew other values of the same distribution.
     """
-    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
+    generator = _generator(key)
     values = torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, std, generator=generator)
     bound = torch.tensor(TRUNCATION * std, dtype=torch.float32)
     while (is_beyond := values.abs() > bound).any():
         again = torch.empty_like(values).normal_(0.0, std, generator=generator)
         values = torch.where(is_beyond, again, values)
     return values
+
+
+def _generator(key: str) -> torch.Generator:
+    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
 
 
 def check_initialized(model: nn.Module, may_be_zero: Callable[[str], bool] = lambda name: False) -> None:

@@ -66,7 +66,7 @@ class FurtherTokens:
             labels = [stream[i + depth + 1] if i + depth + 1 < len(stream) else IGNORED for i in places]
             embedded = F.embedding(torch.tensor(seen), model.embed_tokens.weight) * embedding_scale(self.config)
             joined = torch.cat((module.enorm(embedded), module.hnorm(hidden)), dim=-1)
-            near = model.window_rotary if module.block.self_attn.window else None
+            near = model.window_rotary if module.block.window else None
             angles = (near or model.rotary)(torch.arange(len(hidden))[None])
             hidden = module.block((joined @ module.eh_proj.weight.T)[None], *angles)[0][0]
             loss = loss + total(module.norm(hidden) @ model.lm_head.weight.T, torch.tensor(labels))

@@ -14,6 +14,10 @@ LATENT: dict[str, object] = {
     "model.head_dim": 12,
     "model.latent": "{query_rank = 24, key_value_rank = 20, rope_head_dim = 4, value_head_dim = 6}",
 }
+DELTA: dict[str, object] = {
+    "model.layers": '["delta", "full"]',
+    "model.delta": "{key_heads = 4, value_heads = 8, key_head_dim = 6, value_head_dim = 10}",
+}
 DOCUMENTS: dict[str, object] = {
     "data.document_mask": "true",
     "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
@@ -50,6 +54,15 @@ OPTIONS: dict[str, dict[str, object]] = {
     "window": {"model.window": 5},
     "window, every third layer whole": {"model.window": 9, "model.window_pattern": 3, "model.window_rope_theta": 500},
     "window, documents": {"model.window": 5, **DOCUMENTS},
+    "delta": DELTA,
+    "delta, documents over chunks": {
+        **DELTA,
+        "data.document_mask": "true",
+        "data.sources": '[{name = "documents", kind = "synthetic", document_length = 50}]',
+        "training.seq_len": 136,
+        "training.global_batch_size": 4,
+    },
+    "gate of shared experts": {**MOE, "model.shared_expert_gate": "true"},
 }
 FAMILIES: dict[str, dict[str, object]] = {
     "Qwen 2": {"model.attention_bias": "true", "model.tie_embeddings": "true"},
@@ -83,6 +96,17 @@ FAMILIES: dict[str, dict[str, object]] = {
         "model.router.bias_update_rate": 0.01,
         "model.rope_scaling": '{kind = "yarn", factor = 4.0, original_seq_len = 16}',
         "model.multi_token": "{depth = 1}",
+        **DOCUMENTS,
+    },
+    "Qwen3-Next": {
+        **DELTA,
+        **MOE,
+        "model.layers": '["delta", "delta", "delta", "full"]',
+        "model.shared_expert_gate": "true",
+        "model.qk_norm": "head",
+        "model.norm_offset": "true",
+        "model.attention_gate": "true",
+        "model.rope_fraction": 0.25,
         **DOCUMENTS,
     },
     "gate, squared relu, experts, window": {

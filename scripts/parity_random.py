@@ -107,6 +107,7 @@ def draw(seed: int, number: int) -> Draw:
     run |= _some(dice, 0.3, {"model.qk_norm": "head"}) | _options(dice)
     run = _with_latents(dice, run) | _groups(dice, run)
     run |= _some(dice, 0.15, {"model.multi_token": f"{{depth = {dice.choice((1, 2))}, loss_weight = 0.5}}"})
+    run |= _with_states(dice, run)
     # A token that sees itself alone: the gradients of queries and keys are rounding, whose sign differs with the mesh.
     if run.get("model.window") == 1 and _takes_signs(run):
         run["model.window"] = 2
@@ -177,6 +178,18 @@ def _with_latents(dice: random.Random, run: Keys) -> Keys:
     keys: Keys = {"model.attention": "latent", "model.n_kv_heads": run["model.n_heads"], "model.head_dim": 6}
     keys |= {f"model.latent.{name}": width for name, width in widths.items()}
     return {key: value for key, value in run.items() if key.removeprefix("model.") not in _NOT_OF_LATENTS} | keys
+
+
+def _with_states(dice: random.Random, run: Keys) -> Keys:
+    """Sometimes layers of kind delta, and a gate of the shared experts."""
+    keys = _some(dice, 0.3, {"model.shared_expert_gate": "true"} if "model.n_shared_experts" in run else {})
+    if dice.random() > 0.2:
+        return keys
+    heads = dice.choice((2, 4, 4, 6))
+    widths = {"key_heads": heads, "value_heads": heads * dice.choice((1, 2)), "key_head_dim": dice.choice((3, 8))}
+    widths |= {"value_head_dim": dice.choice((5, 8)), "conv_kernel": dice.choice((1, 3, 4))}
+    layers = dice.choice(('["delta", "full"]', '["full", "delta"]', '["delta"]'))
+    return keys | {"model.layers": layers} | {f"model.delta.{name}": width for name, width in widths.items()}
 
 
 def _groups(dice: random.Random, run: Keys) -> Keys:

@@ -378,7 +378,10 @@ def _plain_optimizers(
     of_experts = tuple(f"{module}." for module in plan.experts)
     in_blocks = tuple(f"{block}." for block in (*plan.blocks, *plan.further_blocks))
     is_muons = {
-        name: config.name == "muon" and name.startswith(in_blocks) and p.ndim == 2 + name.startswith(of_experts)
+        name: config.name == "muon"
+        and name.startswith(in_blocks)
+        and p.ndim == 2 + name.startswith(of_experts)
+        and not name.endswith("_conv")
         for name, p in parameters.items()
     }
     groups: list[dict[str, Any]] = [

@@ -461,14 +461,18 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 
 
 def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
-    """The matrices inside the model's blocks, which Muon updates: how many of them each parameter has, by name."""
+    """The matrices inside the model's blocks, which Muon updates: how many of them each parameter has, by name.
+
+    Rows of a recurrent module's own parameters are filters, whose channels are not mixed, and no matrices.
+    """
     split = is_described(config.model) and config.optimizer.split_heads
     plan = plan_of(model)
     in_blocks = tuple(f"{block}." for block in (*plan.blocks, *plan.further_blocks))
     matrices = {}
     for name, parameter in model.named_parameters():
-        is_stacked = name.rpartition(".")[0] in plan.experts
-        if name.startswith(in_blocks) and parameter.ndim == 2 + is_stacked:
+        owner = name.rpartition(".")[0]
+        is_stacked = owner in plan.experts
+        if name.startswith(in_blocks) and parameter.ndim == 2 + is_stacked and owner not in plan.recurrent:
             matrices[name] = parameter.shape[0] if is_stacked else 1
             if split and name.split(".")[-2] in _OF_HEADS:
                 matrices[name] = parameter.shape[0] // head_dim(config.model)

@@ -7,7 +7,7 @@ touched. From a stranger's folder only safetensors and JSON are read, neither of
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -26,6 +26,7 @@ from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
 from checkpoint.export import family
 from checkpoint.export.hf_config import (
+    Source,
     checkpoint_shapes,
     copies,
     left_out,
@@ -143,7 +144,7 @@ def hf_files(source: Path) -> ModelFiles:
         seq_len_of(config),
         dtype,
         {name: described(shape) for name, shape in shapes.items()},
-        lambda name: _read_sources(names[name], shapes[name], tensors, dtypes[name]),
+        lambda name: _read_source(names[name], shapes[name], tensors, dtypes[name]),
     )
 
 
@@ -264,29 +265,42 @@ def _converted(tensor: Tensor, dtype: str | None) -> Tensor:
 
 
 class _Stacks:
-    """Reads tensors by Hugging Face's names; a stack of experts is read once for all of them, which are consecutive."""
+    """Reads tensors by Hugging Face's names; a stack of experts is read once for all of them, which are consecutive.
+
+    A tensor that several of the checkpoint's share is joined.
+    """
 
     def __init__(self, checkpoint: Path, metadata: Metadata, model: Model) -> None:
         self._checkpoint = checkpoint
         self._metadata = metadata
         self._sources = sources(model)
         self._copies = copies(model)
-        self._places = {source: name for name, members in self._sources.items() for source in members}
+        self._holders: dict[str, list[str]] = {}
+        for name, place in self._sources.items():
+            for source in place.names:
+                self._holders.setdefault(source, []).append(name)
         self._name = ""
         self._stack = torch.empty(0)
 
     def read(self, source: str) -> Tensor:
         source = self._copies.get(source, source)
-        name = self._places[source]
-        members = self._sources[name]
+        first, *others = self._holders[source]
+        if not others:
+            return self._part(first, source)
+        parts = self._sources[first].parts
+        tensors = [self._part(name, source).unflatten(0, (parts, -1)) for name in (first, *others)]
+        return torch.cat(tensors, 1).flatten(0, 1)
+
+    def _part(self, name: str, source: str) -> Tensor:
+        place = self._sources[name]
         if name != self._name:
             self._name = name
             self._stack = torch.empty(0)  # freed before the next one is read
             tensor = read_tensor(self._checkpoint, self._metadata, name)
-            if len(members) == 1:
-                return tensor
+            if len(place.names) == 1:
+                return tensor.view(place.hf_shape)
             self._stack = tensor
-        return self._stack[members.index(source)].clone()  # safetensors refuses tensors that share memory
+        return self._stack[place.names.index(source)].clone()  # safetensors refuses tensors that share memory
 
 
 def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -429,7 +443,7 @@ def import_hf(
     count = Counter(progress, sum(n_bytes(shape, dtypes[name]) for name, shape in shapes.items()))
     names = sources(model)
     to_write = checkpoint_shapes(model).items()
-    stream = ((name, count(_read_sources(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
+    stream = ((name, count(_read_source(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
     _write_import(source, output, tokenizer, model, seq_len_of(config), target, stream)
 
 
@@ -574,12 +588,14 @@ def _read(name: str, tensor: _SourceTensor, dtype: torch.dtype) -> Tensor:
         return file.get_tensor(name).to(dtype, copy=True)
 
 
-def _read_sources(
-    names: Sequence[str], shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype
-) -> Tensor:
-    """Read the tensors that a checkpoint stores as one of this shape: a tensor as it is, or all experts', stacked."""
+def _read_source(place: Source, shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype) -> Tensor:
+    """Read what a checkpoint stores as one tensor of this shape: a tensor, rows of one, or all experts', stacked."""
+    names = place.names
     if len(names) == 1:
-        return _read(names[0], tensors[names[0]], dtype)
+        tensor = _read(names[0], tensors[names[0]], dtype)
+        if place.parts:
+            tensor = tensor.unflatten(0, (place.parts, -1))[:, place.rows].flatten(0, 1)
+        return tensor.view(shape)
     stack = torch.empty(shape, dtype=dtype)
     for number, name in enumerate(names):
         stack[number] = _read(name, tensors[name], dtype)

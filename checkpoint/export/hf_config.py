@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -43,7 +43,12 @@ _NOT_SCALED_BY = {"mscale": None, "mscale_all_dim": None, "truncate": True, "lla
 
 def tensor_shapes(model: Model) -> dict[str, Shape]:
     """Hugging Face's names and shapes of the model's tensors, from the input to the output; experts are separate."""
-    return {name: weight.shape[-2:] for weight in _written(model) for name in weight.hf_names}
+    shapes: dict[str, Shape] = {}
+    for weight in _written(model):
+        for name in weight.hf_names:
+            rows, *others = weight.hf_shape
+            shapes[name] = (rows + shapes.get(name, (0,))[0], *others)
+    return shapes
 
 
 def _written(model: Model) -> Iterator[Weight]:
@@ -81,9 +86,29 @@ def checkpoint_shapes(model: Model) -> dict[str, Shape]:
     return {f"model.{weight.name}": weight.shape for weight in stored_tensors(model)}
 
 
-def sources(model: Model) -> dict[str, list[str]]:
-    """The names of Hugging Face's tensors that a checkpoint stores as one, by its name there: several are stacked."""
-    return {f"model.{weight.name}": weight.hf_names for weight in _written(model)}
+class Source(NamedTuple):
+    """Where a tensor of a checkpoint is in Hugging Face's format."""
+
+    names: list[str]
+    """The tensors there that are stacked here, or the one that has it."""
+    hf_shape: Shape
+    """Its own shape there."""
+    parts: int
+    """Number of parts of the tensor there, of each of which it has some rows; 0: it has all."""
+    rows: slice
+    """These rows."""
+
+
+def sources(model: Model) -> dict[str, Source]:
+    """Where each tensor of a checkpoint is, by its name there; those that share a tensor lie in this order in it."""
+    found: dict[str, Source] = {}
+    taken: dict[str, int] = {}
+    for weight in _written(model):
+        parts = weight.joined
+        start = taken.get(weight.hf_names[0], 0)
+        end = taken[weight.hf_names[0]] = start + (weight.shape[0] // parts if parts else 0)
+        found[f"model.{weight.name}"] = Source(weight.hf_names, weight.hf_shape, parts, slice(start, end))
+    return found
 
 
 def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -118,6 +143,9 @@ def _rope_to_hf(model: Model, kind: HfClass) -> dict[str, Any]:
     if scaling and kind.yarn_scales_scores and model.query_scale:
         scaling |= {"mscale_all_dim": _mscale_of(model.query_scale / head_dim(model), scaling["factor"])}
     whole = (scaling or {"rope_type": "default"}) | theta
+    if kind.rope_fraction is not None:
+        whole |= {"partial_rotary_factor": model.rope_fraction}
+        theta |= {"partial_rotary_factor": model.rope_fraction}
     if not kind.rope_by_layer:
         return {**theta, "rope_scaling": scaling, "rope_parameters": whole}
     local = model.window_rope_theta or model.rope_theta
@@ -264,13 +292,14 @@ def _rope_to_keel(
         field = f"{field}.full_attention"
     if not isinstance(rope, dict) or not isinstance(local, dict):
         raise _unsupported(path, field, rope, "Keel expects an object")
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", kind.rope_fraction or 1.0))
+    if partial != 1.0 and kind.rope_fraction is None:
         raise _unsupported(path, "partial_rotary_factor", partial, f"Keel's {kind.title} rotates whole heads")
     theta = rope.get("rope_theta", config.get("rope_theta", kind.rope_theta))
     of_scores: dict[str, float] = {}
     if kind.yarn_scales_scores and width:
         rope, of_scores = _without_mscale(rope, width)
+    of_scores |= {"rope_fraction": partial} if kind.rope_fraction is not None else {}
     given = {"rope_theta": theta, **of_scores, **_scaling_to_keel(rope, path, field)}
     if not (kind.rope_by_layer and has_window):
         return given

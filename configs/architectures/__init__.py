@@ -16,7 +16,7 @@ from configs.architectures.hf import HfKeys
 from configs.architectures.llama import FURTHER, LlamaKeys, further_block, n_further
 from configs.architectures.own import OwnKeys
 from configs.architectures.parts import Described, Family, HfClass, Weight
-from configs.plan import PARAMETER_ROLES, TensorRole
+from configs.plan import PARAMETER_ROLES, Initial, TensorRole
 
 _FAMILIES: dict[str, Family] = {"llama": llama, "hf": hf}
 _DESCRIBED: dict[str, Described] = {"llama": llama}
@@ -76,12 +76,14 @@ def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
 
 
 @cache
-def init_stds(model: LlamaKeys) -> dict[str, float | None]:
-    """Standard deviation of each parameter's initial values, by name; None for those that start at one."""
+def init_stds(model: LlamaKeys) -> dict[str, Initial]:
+    """How each parameter starts, by name."""
     return {weight.name: _std(model, weight) for weight in own_weights(model)}
 
 
-def _std(model: LlamaKeys, weight: Weight) -> float | None:
+def _std(model: LlamaKeys, weight: Weight) -> Initial:
+    if weight.start == "log_of_uniform":
+        return weight.start
     if weight.start == "ones":
         return None
     if weight.start == "zeros":

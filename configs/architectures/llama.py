@@ -11,9 +11,9 @@ from itertools import chain
 from math import sqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer
 
-from configs.architectures.llama_hf import HF_CLASSES, name_of_experts, name_of_router
+from configs.architectures.llama_hf import HF_CLASSES, name_of_experts, name_of_router, name_of_shared
 from configs.architectures.parts import HfClass, Start, Weight, head_dim, n_kv_heads, small_size
 from configs.only_with import only_with
 from configs.plan import TensorRole
@@ -42,6 +42,11 @@ class RopeScaling(Table):
     original_seq_len: Annotated[PositiveInt, only_with("kind", "llama3", "yarn")] = 8192
     """Sequence length of the original training, in tokens."""
 
+
+LayerKinds = Annotated[
+    tuple[Literal["delta", "full"], ...], Field(min_length=1, strict=False), PlainSerializer(list, list)
+]
+"""A list in job files; a tuple here, since caches have models as keys."""
 
 _WITH_LOSS = ("auxiliary_loss", "bias_and_auxiliary_loss")
 _WITH_BIAS = ("bias", "bias_and_auxiliary_loss")
@@ -100,6 +105,21 @@ class MultiToken(Table):
     """Weight of the mean of the modules' losses (eq. 25; DeepSeek-V3: 0.3, later 0.1) relative to the main loss."""
 
 
+class Delta(Table):
+    """Gated DeltaNet, whose state has one size whatever the length (Yang et al. 2024, arXiv:2412.06464)."""
+
+    key_heads: PositiveInt = 16
+    """Number of heads of queries and keys."""
+    value_heads: PositiveInt = 32
+    """Number of heads of values; each key head serves as many of them."""
+    key_head_dim: PositiveInt = 128
+    """Width of one head of queries and keys."""
+    value_head_dim: PositiveInt = 128
+    """Width of one head of values."""
+    conv_kernel: PositiveInt = 4
+    """Number of last tokens, a token itself among them, that the convolution before it takes."""
+
+
 class LlamaKeys(Table):
     """The keys of [model]."""
 
@@ -120,6 +140,10 @@ class LlamaKeys(Table):
     """grouped: queries share heads of keys and values; latent: keys and values are compressed (DeepSeek-V3)."""
     latent: Annotated[Latent, only_with("attention", "latent")] = Latent()
     """Widths of latent attention."""
+    layers: LayerKinds = ("full",)
+    """Kinds of the layers, repeated: full has attention, delta has Gated DeltaNet in its place (Qwen3-Next)."""
+    delta: Delta = Delta()
+    """Widths of the layers of kind delta."""
     qk_norm: Annotated[Literal["none", "head", "full"], only_with("attention", "grouped")] = "none"
     """RMSNorms of queries and keys. head: of each, with one weight for all (Qwen3); full: over all heads (OLMo 2)."""
     attention_bias: Annotated[bool, only_with("attention", "grouped")] = False
@@ -144,6 +168,10 @@ class LlamaKeys(Table):
     """Number of experts that each token is routed to."""
     n_shared_experts: Annotated[NonNegativeInt, only_with("n_experts")] = 0
     """Number of additional experts per layer that process every token (DeepSeekMoE)."""
+    shared_expert_gate: Annotated[bool, only_with("n_shared_experts", reason="so no output would be multiplied")] = (
+        False
+    )
+    """Multiply the shared experts' output by the sigmoid of one more projection (Qwen3-Next)."""
     expert_dim: Annotated[PositiveInt | None, only_with("n_experts")] = None
     """Inner width of an expert; default: ffn_dim, which otherwise applies to the dense layers only."""
     n_dense_layers: Annotated[NonNegativeInt, only_with("n_experts")] = 0
@@ -197,6 +225,15 @@ def window_of(model: LlamaKeys, layer: int) -> int | None:
     return None if is_whole else model.window
 
 
+def is_delta(model: object, layer: int) -> bool:
+    """Whether a layer has Gated DeltaNet in place of attention; modules that predict further tokens have attention."""
+    return isinstance(model, LlamaKeys) and layer < model.n_layers and _kind(model, layer) == "delta"
+
+
+def _kind(model: LlamaKeys, layer: int) -> str:
+    return model.layers[layer % len(model.layers)]
+
+
 def is_rotated(model: LlamaKeys, layer: int) -> bool:
     """Whether a layer has a rotary embedding."""
     return model.no_rope_every is None or (layer + 1) % model.no_rope_every > 0
@@ -219,7 +256,7 @@ def latent_of(model: LlamaKeys) -> Latent | None:
 
 
 def shape(model: LlamaKeys) -> str:
-    """The sizes, for people; a second line is about the experts."""
+    """The sizes, for people; further lines are about layers of kind delta and experts."""
     heads = f"{model.n_heads} heads of {head_dim(model)}"
     if n_kv_heads(model) != model.n_heads:
         heads += f", {n_kv_heads(model)} of keys and values"
@@ -230,7 +267,19 @@ def shape(model: LlamaKeys) -> str:
     window = f", window {model.window:,}" if model.window else ""
     return (
         f"{model.n_layers} layers, dim {model.dim}, {heads}{window}, ffn_dim {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}{tied}{further}{_shape_of_experts(model)}"
+        f"vocabulary {model.vocab_size:,}{tied}{further}{_shape_of_delta(model)}{_shape_of_experts(model)}"
+    )
+
+
+def _shape_of_delta(model: LlamaKeys) -> str:
+    """A line about the layers of kind delta; empty if there are none."""
+    if "delta" not in model.layers:
+        return ""
+    delta = model.delta
+    n_layers = sum(is_delta(model, layer) for layer in range(model.n_layers))
+    return (
+        f"\n{n_layers} layers with Gated DeltaNet: {delta.key_heads} heads of {delta.key_head_dim}, "
+        f"{delta.value_heads} of values of {delta.value_head_dim}"
     )
 
 
@@ -250,6 +299,8 @@ def _shape_of_experts(model: LlamaKeys) -> str:
 def split_sizes(model: LlamaKeys) -> dict[str, int]:
     """The sizes that tensor parallelism splits, by key."""
     optional = {"model.n_kv_heads": model.n_kv_heads, "model.expert_dim": model.expert_dim}
+    if "delta" in model.layers:
+        optional["model.delta.key_heads"] = model.delta.key_heads
     return {
         "model.n_heads": model.n_heads,
         **{key: size for key, size in optional.items() if size is not None},
@@ -277,8 +328,9 @@ def computed(model: LlamaKeys) -> dict[str, Any]:
 
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What is wrong between the keys: the key to blame, and a message."""
-    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window):
+    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window, _delta):
         yield from rule(config.model)
+    yield from _delta_and_context(config)
     yield from _window_and_machine(config)
     yield from _further_and_length(config)
 
@@ -422,6 +474,38 @@ def _window(model: LlamaKeys) -> Iterator[tuple[str, str]]:
         yield "model.window_pattern", "window_pattern 1 leaves no layer with a window; leave model.window out"
 
 
+def _delta(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    delta = model.delta
+    if len(model.layers) > model.n_layers:
+        yield (
+            "model.layers",
+            f"layers names the kinds of {len(model.layers)} layers, and n_layers is {model.n_layers}; shorten the list",
+        )
+    if "delta" not in model.layers and delta != Delta():
+        yield "model.delta", f'no layer is of kind "delta" in model.layers {list(model.layers)}; leave delta out'
+    elif delta.value_heads % delta.key_heads:
+        yield (
+            "model.delta.value_heads",
+            f"value_heads {delta.value_heads} is not divisible by key_heads {delta.key_heads} ({delta.value_heads} / "
+            f"{delta.key_heads} = {delta.value_heads / delta.key_heads:.2f}); change one of them",
+        )
+
+
+def _delta_and_context(config: Any) -> Iterator[tuple[str, str]]:
+    """Context parallelism gives each rank some of the heads of whole sequences."""
+    cp = config.mesh.cp
+    tp = config.mesh.tp
+    heads = config.model.delta.key_heads
+    if cp > 1 and "delta" in config.model.layers and heads % (cp * tp) and heads % tp == 0:
+        ranks = f"cp {cp} x tp {tp} = {cp * tp}" if tp > 1 else f"cp {cp}"
+        yield (
+            "mesh.cp",
+            f"{ranks} does not divide model.delta.key_heads {heads} ({heads} / {cp * tp} = {heads / (cp * tp):.2f}), "
+            "whatever the context.method, since layers of kind delta exchange whole sequences for some of the heads; "
+            "change one of them",
+        )
+
+
 def _further_and_length(config: Any) -> Iterator[tuple[str, str]]:
     depth = n_further(config.model)
     if depth >= config.training.seq_len:
@@ -451,7 +535,9 @@ def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
 # --------------------------------------------------------------------------- weights
 
 ATTENTION = "self_attn"
-"""A block's module that mixes tokens."""
+"""A block's module that mixes tokens, in a layer of kind full."""
+DELTA = "linear_attn"
+"""The same in a layer of kind delta."""
 SHARED_KEYS = "shared_keys"
 """The module of latent attention that all rotated keys pass."""
 
@@ -464,15 +550,21 @@ def before_blocks(model: LlamaKeys) -> list[Weight]:
 
 def block(model: LlamaKeys, layer: int) -> tuple[Weight, ...]:
     """The weights of a block, in the order of the forward pass."""
-    return _block(model, is_mixture(model, layer))
+    return _block(model, is_mixture(model, layer), is_delta(model, layer))
+
+
+def mixer(model: LlamaKeys, layer: int) -> str:
+    """A block's module that mixes tokens."""
+    return DELTA if is_delta(model, layer) else ATTENTION
 
 
 @cache
-def _block(model: LlamaKeys, mixture: bool) -> tuple[Weight, ...]:
+def _block(model: LlamaKeys, mixture: bool, delta: bool) -> tuple[Weight, ...]:
+    mixer = _delta_net if delta else _latent_attention if model.attention == "latent" else _attention
     before_attention, after_attention, before_mlp, after_mlp = (_norm(model, name) for name in block_norms(model))
     return (
         *before_attention,
-        *(_latent_attention(model) if model.attention == "latent" else _attention(model)),
+        *mixer(model),
         *after_attention,
         *before_mlp,
         *(_experts(model) if mixture else _feed_forward(model, "mlp", model.ffn_dim)),
@@ -499,11 +591,13 @@ def _attention(model: LlamaKeys) -> Iterator[Weight]:
     query = model.n_heads * head_dim(model)
     kv = n_kv_heads(model) * head_dim(model)
     for name, width in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
-        yield Weight(f"self_attn.{name}.weight", (width, model.dim), "column")
+        joined = model.n_heads if model.attention_gate and name == "q_proj" else 0
+        yield Weight(f"self_attn.{name}.weight", (width, model.dim), "column", joined=joined)
         if model.attention_bias:
             yield Weight(f"self_attn.{name}.bias", (width,), "column", "zeros")
     if model.attention_gate:
-        yield Weight("self_attn.gate_proj.weight", (query, model.dim), "column")
+        shape = (query, model.dim)
+        yield Weight("self_attn.gate_proj.weight", shape, "column", hf="self_attn.q_proj.weight", joined=model.n_heads)
     # With "head", a tensor-parallel rank uses the whole weight for its heads only.
     for name, width in (("q_norm", query), ("k_norm", kv)):
         if model.qk_norm == "head":
@@ -529,6 +623,22 @@ def _latent_attention(model: LlamaKeys) -> Iterator[Weight]:
     yield Weight(f"self_attn.{name}.weight", (query, latent.query_rank or model.dim), "gather_column")
     yield Weight("self_attn.kv_b_proj.weight", (key_value, latent.key_value_rank), "gather_column")
     yield Weight("self_attn.o_proj.weight", (model.dim, model.n_heads * latent.value_head_dim), "row", "residual")
+
+
+def _delta_net(model: LlamaKeys) -> Iterator[Weight]:
+    """The rows of a matrix are of one key head and its value heads after the other, so that ranks have some of each."""
+    delta = model.delta
+    keys = delta.key_heads * delta.key_head_dim
+    values = delta.value_heads * delta.value_head_dim
+    for name, width in (("q_conv", keys), ("k_conv", keys), ("v_conv", values)):
+        filters = (width, delta.conv_kernel)
+        yield Weight(f"{DELTA}.{name}", filters, "part_column", hf=f"{DELTA}.conv1d.weight", joined=1, is_filter=True)
+    yield Weight(f"{DELTA}.A_log", (delta.value_heads,), "part_vector", "log_of_uniform")
+    yield Weight(f"{DELTA}.dt_bias", (delta.value_heads,), "part_vector", "ones")
+    yield Weight(f"{DELTA}.in_proj_qkvz.weight", (2 * keys + 2 * values, model.dim), "column")
+    yield Weight(f"{DELTA}.in_proj_ba.weight", (2 * delta.value_heads, model.dim), "column")
+    yield Weight(f"{DELTA}.norm.weight", (delta.value_head_dim,), "replicated_partial_grad", "ones")
+    yield Weight(f"{DELTA}.out_proj.weight", (model.dim, values), "row", "residual")
 
 
 def _feed_forward(
@@ -562,15 +672,18 @@ def _experts(model: LlamaKeys) -> Iterator[Weight]:
         )
     if model.n_shared_experts:
         width = model.n_shared_experts * expert_dim(model)
-        yield from _feed_forward(model, "mlp.shared_experts", width, ("part_column", "part_row"))
+        for matrix in _feed_forward(model, "mlp.shared_experts", width, ("part_column", "part_row")):
+            yield replace(matrix, hf=name_of_shared(kind, matrix.name))
+    if model.shared_expert_gate:
+        yield Weight("mlp.shared_expert_gate.weight", (1, model.dim), "replicated_partial_grad")
 
 
 def around(model: LlamaKeys, layer: int) -> dict[str, TensorRole]:
     """Roles of the modules in a block that have no weights of their own."""
     mlp: TensorRole = "parts" if is_mixture(model, layer) else "gather"
-    if model.attention == "latent":
+    if model.attention == "latent" and not is_delta(model, layer):
         return {f"{ATTENTION}.{SHARED_KEYS}": "gather_parts", "mlp": mlp}
-    return {ATTENTION: "gather", "mlp": mlp}
+    return {mixer(model, layer): "gather", "mlp": mlp}
 
 
 def buffers(model: LlamaKeys, layer: int) -> list[Weight]:
@@ -644,6 +757,9 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
     if model.attention == "latent":
         keys["latent"] = _small_latent(model.latent)
         keys["head_dim"] = 2 * _SMALL_HEAD
+    if "delta" in model.layers:
+        keys["layers"] = list(model.layers if len(model.layers) <= n_layers else dict.fromkeys(model.layers))
+        keys["delta"] = _small_delta(model.delta, ranks)
     if model.window:
         keys["window"] = min(model.window, _SMALL_WINDOW)
         keys["window_pattern"] = min(model.window_pattern, max(2, n_layers))
@@ -660,6 +776,13 @@ def _small_latent(latent: Latent) -> dict[str, object]:
     """Widths for heads of twice the usual width, of which half is rotated."""
     small = {"key_value_rank": 12, "rope_head_dim": _SMALL_HEAD, "value_head_dim": _SMALL_HEAD}
     return {**small, "query_rank": 24} if latent.query_rank else {**small}
+
+
+def _small_delta(delta: Delta, ranks: int) -> dict[str, int]:
+    heads = small_size(delta.key_heads, 1, ranks)
+    sharing = min(delta.value_heads // delta.key_heads, 2)
+    widths = {"key_head_dim": _SMALL_HEAD, "value_head_dim": _SMALL_HEAD, "conv_kernel": delta.conv_kernel}
+    return {"key_heads": heads, "value_heads": heads * sharing, **widths}
 
 
 def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, object]:
@@ -679,7 +802,8 @@ def hf_class(model: LlamaKeys) -> HfClass:
     """The class that computes the model, or else the one from which the fewest keys differ."""
     is_dense = model.n_experts is None
 
-    def distance(kind: HfClass) -> tuple[bool, int]:
-        return ("n_experts" in kind.keys) != is_dense, len(kind.differences(model))
+    def distance(kind: HfClass) -> tuple[bool, bool, int]:
+        differences = len(kind.differences(model))
+        return differences > 0, ("n_experts" in kind.keys) != is_dense, differences
 
     return min(HF_CLASSES, key=distance)

@@ -47,6 +47,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "window_pattern": (0,),
     "window_rope_theta": (None,),
     "attention": ("grouped",),
+    "layers": (("full",),),
+    "shared_expert_gate": (False,),
     "router.n_groups": (None,),
     "router.scaling_factor": (1.0,),
 }
@@ -162,6 +164,59 @@ def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
         **({"expert_dim": expert_dim} if is_dense_first else {"ffn_dim": expert_dim}),
         **({"router.n_groups": groups, "router.groups_per_token": chosen} if groups > 1 else {}),
     }
+
+
+def _write_hybrid(model: Any) -> dict[str, Any]:
+    kinds = [model.layers[layer % len(model.layers)] for layer in range(model.n_layers)]
+    width = model.expert_dim or model.ffn_dim
+    return {
+        "layer_types": [_KINDS[kind] for kind in kinds],
+        "intermediate_size": model.ffn_dim,
+        "moe_intermediate_size": width,
+        "num_experts": model.n_experts or 0,
+        "shared_expert_intermediate_size": model.n_shared_experts * width,
+        "mlp_only_layers": list(range(model.n_dense_layers)),
+    }
+
+
+_KINDS = {"delta": "linear_attention", "full": "full_attention"}
+
+
+def _read_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    n_layers = config.get("num_hidden_layers", 48)
+    interval = config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(n_layers)]
+    names = {name: kind for kind, name in _KINDS.items()}
+    if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in names for kind in kinds):
+        raise ValueError(f"layer_types: a list of {n_layers} kinds, each among {', '.join(names)}")
+    return {"layers": _shortest([names[kind] for kind in kinds]), **_read_feed_forwards(config, n_layers)}
+
+
+def _read_feed_forwards(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
+    """Experts, the shared one's width as a multiple of theirs, and leading dense layers; without experts all are."""
+    n_experts = config.get("num_experts", 512)
+    inner = config.get("intermediate_size", 5632)
+    width = config.get("moe_intermediate_size", 512)
+    shared = config.get("shared_expert_intermediate_size", 512)
+    dense = config.get("mlp_only_layers") or []
+    if not n_experts:
+        return {"ffn_dim": inner}
+    if dense != list(range(len(dense))) or len(dense) >= n_layers:
+        raise ValueError(f"mlp_only_layers = {dense!r} are not the leading layers, followed by others")
+    if shared % width or not shared:
+        raise ValueError(f"shared_expert_intermediate_size {shared} is no multiple of moe_intermediate_size {width}")
+    keys = {"n_experts": n_experts, "n_shared_experts": shared // width, "shared_expert_gate": True}
+    return keys | (
+        {"ffn_dim": inner, "expert_dim": width, "n_dense_layers": len(dense)} if dense else {"ffn_dim": width}
+    )
+
+
+def _shortest(kinds: list[str]) -> list[str]:
+    """The shortest list that repeats as these kinds."""
+    n = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+    return kinds[:n]
 
 
 # --------------------------------------------------------------------------- classes
@@ -361,6 +416,47 @@ DEEPSEEK_V3 = HfClass(
     write=_write_latent,
     read=_read_latent,
 )
+QWEN3_NEXT = HfClass(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    "Qwen3-Next",
+    {name: key for name, key in _FIELDS.items() if key != "ffn_dim"}
+    | {
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "router.renormalize",
+        "linear_num_key_heads": "delta.key_heads",
+        "linear_num_value_heads": "delta.value_heads",
+        "linear_key_head_dim": "delta.key_head_dim",
+        "linear_value_head_dim": "delta.value_head_dim",
+        "linear_conv_kernel_dim": "delta.conv_kernel",
+    },
+    _DEFAULTS
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    1e4,
+    _FIXED | {"decoder_sparse_step": 1},
+    _without("n_experts", "layers", "rope_fraction", "shared_expert_gate")
+    | {
+        "qk_norm": ("head",),
+        "attention_gate": (True,),
+        "norm_offset": (True,),
+        "router.scoring": ("softmax",),
+        "router.load_balance": ("auxiliary_loss", "none"),
+    },
+    rope_fraction=0.25,
+    gates_shared_expert=True,
+    write=_write_hybrid,
+    read=_read_hybrid,
+)
 HF_CLASSES: tuple[HfClass, ...] = (
     LLAMA,
     MIXTRAL,
@@ -373,6 +469,7 @@ HF_CLASSES: tuple[HfClass, ...] = (
     SMOLLM3,
     GEMMA3,
     DEEPSEEK_V3,
+    QWEN3_NEXT,
 )
 
 _MIXTRALS_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -380,11 +477,16 @@ _MIXTRALS_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def name_of_router(kind: HfClass) -> str:
     """Hugging Face's name of a router's weight, in a block."""
-    return "mlp.gate.weight" if kind in (QWEN3_MOE, DEEPSEEK_V3) else "block_sparse_moe.gate.weight"
+    return "block_sparse_moe.gate.weight" if kind is MIXTRAL else "mlp.gate.weight"
 
 
 def name_of_experts(kind: HfClass, matrix: str) -> str:
     """Hugging Face's name of one expert's matrix, in a block; {} stands for the expert's number."""
-    if kind in (QWEN3_MOE, DEEPSEEK_V3):
-        return f"mlp.experts.{{}}.{matrix}.weight"
-    return f"block_sparse_moe.experts.{{}}.{_MIXTRALS_EXPERTS[matrix]}.weight"
+    if kind is MIXTRAL:
+        return f"block_sparse_moe.experts.{{}}.{_MIXTRALS_EXPERTS[matrix]}.weight"
+    return f"mlp.experts.{{}}.{matrix}.weight"
+
+
+def name_of_shared(kind: HfClass, name: str) -> str:
+    """Hugging Face's name of a matrix of the shared experts, in a block."""
+    return name.replace("shared_experts", "shared_expert") if kind.gates_shared_expert else name

@@ -11,10 +11,11 @@ from configs.plan import TensorRole
 
 Shape = tuple[int, ...]
 
-Start = Literal["normal", "residual", "ones", "zeros"]
+Start = Literal["normal", "residual", "ones", "zeros", "log_of_uniform"]
 """Initial values. normal: with model.init_std; residual: normal, but scaled down by sqrt(2 * layer), layers counted
 from one, for the matrices that write to the residual stream: it keeps the stream's variance from growing with depth
-(Zhang, Titov and Sennrich 2019, section 3; each layer writes twice); ones, zeros: all 1, all 0."""
+(Zhang, Titov and Sennrich 2019, section 3; each layer writes twice); ones, zeros: all 1, all 0; log_of_uniform:
+logarithms of the initial rates at which a memory fades (`configs.plan.Initial`)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Weight:
     """Stacked experts that a token is sent to."""
     tied_to: str = ""
     """Name of the parameter that it shares the matrix with."""
+    joined: int = 0
+    """Number of parts that a tensor of Hugging Face's format has, of each of which this weight has some rows, beside
+    other weights of the same `hf`, in their order; 0: the tensor is this weight alone."""
+    is_filter: bool = False
+    """Whether it has a channel's filter in each row, which Hugging Face's format has as (channels, 1, kernel)."""
     is_buffer: bool = False
     """Whether it is a buffer of the model's state, in float32, and no parameter."""
 
@@ -58,6 +64,11 @@ class Weight:
         """Hugging Face's names: one, or one for each stacked expert."""
         name = self.hf or self.name
         return [name] if len(self.shape) < 3 else [name.format(expert) for expert in range(self.shape[0])]
+
+    @property
+    def hf_shape(self) -> Shape:
+        """Shape of each of the tensors with these names; of a joined one, with this weight's rows alone."""
+        return (self.shape[0], 1, self.shape[1]) if self.is_filter else self.shape[-2:]
 
     def inside(self, block: str) -> "Weight":
         """The same weight with its whole name, in the block called `block`."""
@@ -101,6 +112,10 @@ class HfClass:
     """Whether layers with a window have rotary frequencies of their own, without scaling."""
     window_rope_theta: float | None = None
     """Default of their rope_theta; None: as in all layers."""
+    rope_fraction: float | None = None
+    """Default of the share of each head's features that are rotated; None: all are, without a field for it."""
+    gates_shared_expert: bool = False
+    """Whether a layer of experts has a shared one with a gate."""
     yarn_scales_scores: bool = False
     """Whether YaRN has a factor on the scores of attention (mscale_all_dim), which query_scale stands for."""
     has_further: bool = False
@@ -124,6 +139,8 @@ class HfClass:
         yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.kind == "yarn" else None
         if self.yarn_scales_scores and model.query_scale and (yarn is None or yarn.factor == 1):
             found.append(f"query_scale is {model.query_scale!r} without a rope_scaling of kind yarn")
+        if self.gates_shared_expert and model.n_experts and not model.shared_expert_gate:
+            found.append("shared_expert_gate is False with n_experts")
         return found
 
 
@@ -176,8 +193,6 @@ class Family(Protocol):
 class Described(Protocol):
     """What the file of an architecture has, too, that describes its weights; then no code needs the modules for it."""
 
-    ATTENTION: str
-    """A block's module that mixes tokens."""
     HF_CLASSES: tuple[HfClass, ...]
 
     def hf_class(self, model: Any, /) -> HfClass:

@@ -55,6 +55,8 @@ def _split_heads(config: Config, _: int | None) -> Iterator[Problem]:
         what = f'Keel does not know where the heads of architecture "{model.architecture}" are'
     elif model.attention == "latent":
         what = "latent attention has no q_proj, k_proj and v_proj whose rows are heads"
+    elif "delta" in model.layers:
+        what = "layers of kind delta (model.layers) have no q_proj, k_proj and v_proj whose rows are heads"
     else:
         return
     yield "optimizer.split_heads", f"{what}; leave it out"

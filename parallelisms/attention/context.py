@@ -16,6 +16,8 @@ keys. For backward, each rank saves only its own keys and values and fetches the
 With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
 values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
 
+Layers whose state passes from token to token exchange heads with every method (`recurrent.py`).
+
 The collectives run inside custom ops, which torch.compile and selective checkpointing treat as opaque. An op waits for
 its collectives before it returns.
 """
@@ -30,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from configs.plan import attention_of
+from configs.plan import attention_of, recurrent_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.attention.recurrent import with_some_heads
 from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
@@ -105,6 +108,9 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         kernel: `attention.backend`, for gather and ring; all_to_all uses the model's own `attend`.
     """
     group = mesh.get_group().group_name
+    for state in recurrent_of(model):
+        exchange = partial(_exchange, group=group)
+        state.mix = with_some_heads(state.mix, mesh, exchange, is_zigzag=method != "all_to_all")
     attention: list[Any] = list(attention_of(model))
     if method == "all_to_all":
         for module in attention:

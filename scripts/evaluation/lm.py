@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.errors import UserError
-from configs.plan import attention_of
+from configs.plan import attention_of, recurrent_of
 from scripts.sampling.cache import CachedModel
 from scripts.sampling.draw import Distribution, generators
 from scripts.sampling.generate import generate
@@ -151,11 +151,13 @@ class KeelLM(TemplateLM):
 
 @contextmanager
 def _attention_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Give the model its own attention back, which `CachedModel` replaces."""
-    modules = attention_of(model)
-    own = [module.attend for module in modules]
+    """Give the model its own functions that mix tokens back, which `CachedModel` replaces."""
+    attends = [(module, module.attend) for module in attention_of(model)]
+    mixes = [(module, module.mix) for module in recurrent_of(model)]
     try:
         yield
     finally:
-        for module, attend in zip(modules, own, strict=True):
-            module.attend = attend
+        for attention, attend in attends:
+            attention.attend = attend
+        for recurrent, mix in mixes:
+            recurrent.mix = mix

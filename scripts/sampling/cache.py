@@ -1,8 +1,9 @@
-"""A model that remembers the keys and values of the tokens it has seen, so that a further token costs one position.
+"""A model that remembers the tokens it has seen, by keys and values or by states, so that one more costs one position.
 
-The model is not changed but for the `attend` of its plan's attention modules, the only place that reads other tokens. A
-sequence's token at position i has row i of its cache. Prompts of different lengths are padded at their end, and the
-rows of the padding are overwritten as the sequence grows, so no token ever attends to padding.
+The model is not changed but for the `attend` of its plan's attention modules and the `mix` of its recurrent ones, the
+only places that read other tokens. A sequence's token at position i has row i of its cache. Prompts of different
+lengths are padded at their end, and the rows of the padding are overwritten as the sequence grows, so no token ever
+attends to padding. A state is that after a sequence's newest token.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from configs.plan import attention_of, plan_of
+from configs.plan import attention_of, plan_of, recurrent_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+Continued = Callable[[Tensor, Tensor, Any, Any], tuple[Tensor, Any]]
 
 
 class CachedModel:
@@ -25,13 +28,19 @@ class CachedModel:
         self._model = model
         self._device = device
         attention = attention_of(model) if plan_of(model).can_cache else []
-        self._sequences: list[list[int]] | None = None if attention else []
+        recurrent = recurrent_of(model) if plan_of(model).can_cache else []
+        self._sequences: list[list[int]] | None = None if attention or recurrent else []
         """The tokens so far, of a model whose attention cannot be replaced: every token reads all before it again."""
         self._layers: list[list[Tensor]] = []
         """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
         for module in attention:
             self._layers.append([])
             module.attend = partial(self._attend, self._layers[-1], module.attend)
+        self._states: list[list[Any]] = []
+        """The state of each recurrent module; empty before `start`."""
+        for each in recurrent:
+            self._states.append([])
+            each.mix = partial(self._mix, self._states[-1], each.continued)
         self._length = self._end = 0
         self._is_even = True
         """Whether all sequences have the same length."""
@@ -51,8 +60,8 @@ class CachedModel:
         Returns:
             The logits of the tokens after the prompts, (batch, vocab).
         """
-        for layer in self._layers:
-            layer.clear()
+        for kept in (*self._layers, *self._states):
+            kept.clear()
         if self._sequences is not None:
             self._sequences = [list(prompt) for prompt in prompts]
             self._length = length
@@ -113,3 +122,18 @@ class CachedModel:
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=self._mask, enable_gqa=q.shape[1] != keys.shape[1]
         )
+
+    def _mix(
+        self, kept: list[Any], continued: Continued, rows: Tensor, gates: Tensor, heads: Any, _documents: None
+    ) -> Tensor:
+        """Go on from the state that is kept; (batch, seq, heads, n), where seq is 1 after the prompts."""
+        if kept or self._is_even:
+            out, state = continued(rows, gates, heads, kept[0] if kept else None)
+            kept[:] = [state]
+            return out
+        # Each prompt alone, since the state after its padding would be another.
+        lengths = (self._places + 1).tolist()
+        read = [continued(rows[i, :n][None], gates[i, :n][None], heads, None) for i, n in enumerate(lengths)]
+        states = [state for _, state in read]
+        kept.append(type(states[0])(*map(torch.cat, zip(*states, strict=True))))
+        return pad_sequence([out[0] for out, _ in read], batch_first=True)

@@ -106,6 +106,11 @@ CHOSEN = [
     "OLMo 3, CP 2 all_to_all, eager",
     "gate, squared relu, experts, window, CP 2 x TP 2, eager",
     "Qwen3 with experts, PP 2 x FSDP 2, compiled",
+    "delta, TP 2",
+    "delta, PP 2",
+    "delta, documents over chunks, CP 2",
+    "Qwen3-Next, CP 2 x TP 2, eager",
+    "Qwen3-Next, FSDP 2 x TP 2, compiled",
 ]
 CHOSEN_OF_THE_LONGEST = [
     "FSDP 2 x TP 2 x PP 2, selective, eager",
@@ -191,9 +196,13 @@ def test_the_table_is_whole():
             "OLMo 3, CP 4, eager",
             "OLMo 3, CP 2 all_to_all, eager",
             "gate, squared relu, experts, window, CP 2 x TP 2, eager",
+            "delta, TP 2",
+            "delta, documents over chunks, CP 2",
         ],
         # Each of their axes has another row.
         long=[
+            "Qwen3-Next, CP 2 x TP 2, eager",
+            "Qwen3-Next, FSDP 2 x TP 2, compiled",
             "further, FSDP 2 x TP 2, full, compiled",
             "DeepSeek-V3, EP 2 x PP 2, eager",
             "1 process, selective, compiled, accumulation 2",

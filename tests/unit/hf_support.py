@@ -10,14 +10,30 @@ import torch
 from checkpoint import manifest as manifests
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import write_tensors
-from configs.architectures.llama import Latent, RopeScaling, Router
+from configs.architectures.llama import Delta, Latent, RopeScaling, Router
 from configs.plan import routers_of
 from configs.reading.hf_config import is_too_old
 from configs.schema import Model
 from models import build_model
+from parallelisms.init import materialize
 from trainer.step import saved_buffers
 
 _SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
+_HYBRID: dict[str, Any] = {
+    "dim": 32,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "layers": ("delta", "delta", "full"),
+    "delta": Delta(key_heads=2, value_heads=4, key_head_dim=8, value_head_dim=12),
+    "qk_norm": "head",
+    "attention_gate": True,
+    "norm_offset": True,
+    "norm_eps": 1e-6,
+    "rope_fraction": 0.5,
+}
 TINY = {
     "untied": Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96),
     "tied": Model(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=96, tie_embeddings=True, norm_eps=1e-3),
@@ -115,6 +131,17 @@ TINY = {
         n_shared_experts=1,
         router=Router(scoring="sigmoid", renormalize=False, load_balance="bias"),
     ),
+    "qwen3_next": Model(**_HYBRID, ffn_dim=48),
+    "qwen3_next_moe": Model(
+        **_HYBRID,
+        ffn_dim=48,
+        n_experts=6,
+        experts_per_token=3,
+        n_shared_experts=2,
+        shared_expert_gate=True,
+        expert_dim=24,
+        n_dense_layers=1,
+    ),
     "long": Model(**_SIZES, rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=16, beta_fast=4.0)),
 }
 
@@ -126,11 +153,19 @@ def skip_what_is_too_old(name):
 
 
 def make_model(config, dtype=torch.float32):
-    """Weights that matter: the norms' are no ones, and attention is far from uniform."""
+    """Weights that matter: the norms' are no ones, and attention is far from uniform.
+
+    Layers with a state amplify round-off, so their model has initial weights, each moved a little.
+    """
     torch.manual_seed(0)
     model = build_model(config).to(dtype)
+    if "delta" in config.layers:
+        materialize(model, torch.device("cpu"), 0)
     for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+        if "delta" in config.layers:
+            parameter.data += torch.randn_like(parameter) / 20
+        else:
+            parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
     for router in routers_of(model).values():
         router.init_buffers()
         if router.bias is not None:

@@ -16,6 +16,13 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 A layer with a window counts the tokens that are in it, instead of seq_len. Where values have another width than queries
 and keys (latent attention), head_dim is the mean of both; the zeros that values are padded with are not counted.
 
+A layer of kind delta (Gated DeltaNet) has no scores. Each value head's state, key_head_dim x value_head_dim, is read
+with the key, moved by the token's correction, and read with the query: in both formulas
+
+    18 * value_heads * key_head_dim * value_head_dim
+
+That is the recurrent form; chunks of tokens take more products, which are not counted.
+
 A module that predicts further tokens (model.multi_token) counts as a layer, its joining matrix and one more head.
 
 Keel's `mfu` and `tflops` are the *causal* ones: they count only work that is really done, and so cannot flatter long
@@ -32,9 +39,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from configs.architectures import all_weights, block_names
-from configs.architectures.llama import window_of
+from configs.architectures.llama import is_delta, window_of
 from configs.architectures.parts import Weight
-from configs.layout import attention_features
+from configs.layout import mixed_elements
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
 from configs.schema import AnyModel, Training, is_described
 from trainer.planning.skeleton import skeleton
@@ -66,12 +73,13 @@ def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ())
     matrices = sum(_multiplied(weight) for weight in weights) + heads
     idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, set())
     computed = 6 * matrices - 2 * idle
-    pairs = sum(
-        tokens_seen(model, layer, seq_len) * (1 if layer in idle_layers else 3)  # backward takes two passes
-        for layer in range(len(blocks))
-    )
-    scores = attention_features(model) * pairs
-    return TokenFlops(causal=computed + round(scores), full=computed + round(2 * scores))
+    causal = full = float(computed)
+    for layer in range(len(blocks)):
+        passes = 1 if layer in idle_layers else 3  # backward takes two
+        mixed = 2 * passes * mixed_elements(model, layer, tokens_seen(model, layer, seq_len))
+        causal += mixed
+        full += mixed if is_delta(model, layer) else 2 * mixed
+    return TokenFlops(round(causal), round(full))
 
 
 def tokens_seen(model: AnyModel, layer: int, seq_len: int) -> float:

@@ -141,6 +141,8 @@ def require_modelled(config: Config, device: Device) -> None:
             f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"; '
             "add --training.compute_dtype bfloat16 for what that would take"
         )
+    if is_described(config.model) and "delta" in config.model.layers:
+        raise UserError('time is not estimated for layers of kind "delta" (model.layers), whose rates nobody measured')
     split = [f"mesh.{axis} = {size}" for axis in ("tp", "cp", "ep") if (size := getattr(config.mesh, axis)) > 1]
     if split and not is_described(config.model):
         raise UserError(f"time is not estimated for {config.model.architecture} with {', '.join(split)}")

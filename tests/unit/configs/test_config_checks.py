@@ -85,6 +85,34 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "model.n_experts=8 model.experts_per_token=3 model.router.n_groups=4",
             "experts_per_token 3 is above the 2 experts in groups_per_token 1 groups",
         ),
+        (
+            "model.delta.key_heads=2",
+            "--model.delta.key_heads: no layer is of kind \"delta\" in model.layers ['full']; leave delta out",
+        ),
+        (
+            'model.layers=["delta","full"] model.delta.key_heads=3',
+            "value_heads 32 is not divisible by key_heads 3 (32 / 3 = 10.67); change one of them",
+        ),
+        (
+            'model.layers=["delta","full","full","full","full"]',
+            "--model.layers: layers names the kinds of 5 layers, and n_layers is 4; shorten the list",
+        ),
+        (
+            'model.layers=["delta","full"] model.delta.key_heads=2 mesh.tp=4',
+            "tp 4 does not divide model.delta.key_heads 2 (2 / 4 = 0.50)",
+        ),
+        (
+            'model.layers=["delta","full"] model.delta.key_heads=2 mesh.cp=2 mesh.tp=2',
+            "cp 2 x tp 2 = 4 does not divide model.delta.key_heads 2 (2 / 4 = 0.50), whatever the context.method",
+        ),
+        (
+            'model.layers=["delta","full"] optimizer.name=muon optimizer.split_heads=true',
+            "layers of kind delta (model.layers) have no q_proj, k_proj and v_proj whose rows are heads; leave it out",
+        ),
+        (
+            "model.shared_expert_gate=true model.n_experts=4",
+            "shared_expert_gate does nothing with n_shared_experts = 0 (the default), so no output would be multiplied",
+        ),
         ("model.window_pattern=2", "model.window_pattern does nothing without window"),
         ("model.window=8 model.window_pattern=1", "window_pattern 1 leaves no layer with a window"),
         ("model.window=8 mesh.cp=2 context.method=ring", 'set context.method = "gather" or "all_to_all"'),

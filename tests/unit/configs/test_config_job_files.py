@@ -36,6 +36,7 @@ PUBLISHED = {
     "smollm3_3b": 3_075_098_624,
     "gemma3_1b": 999_885_952,
     "deepseek_v3": 671_026_404_352,  # without the layer that predicts a further token, and the biases of the routers
+    "qwen3_next_80b_a3b": 79_674_391_296,  # the same, as transformers' class counts them
 }
 ACTIVE = {
     "mixtral_8x7b": 12.9,
@@ -48,6 +49,7 @@ HARDWARE = {"debug": 1, "llama_1b": 1, "llama_3b": 8, "llama_7b": 8, "llama_8b":
 HARDWARE |= {"my_text": 1, "moe_debug": 1, "mixtral_8x7b": 64, "deepseek_moe_16b": 32, "qwen3_0.6b": 1}
 HARDWARE |= {"qwen2.5_7b": 8, "qwen3_30b_a3b": 16, "qwen3_235b_a22b": 256, "mistral_7b": 8, "smollm3_3b": 8}
 HARDWARE |= {"olmo2_1b": 1, "olmo3_7b": 8, "olmo3_7b_stages": 8, "gemma3_1b": 1, "deepseek_v3": 2048}
+HARDWARE |= {"qwen3_next_80b_a3b": 64}
 
 
 @pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)

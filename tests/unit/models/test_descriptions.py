@@ -9,7 +9,7 @@ import torch
 from configs.architectures import block_names, init_stds, own_weights, stored_tensors, tensor_parallel_roles
 from configs.layout import active_matrices, active_parameter_count, layer_matrices, parameter_count
 from configs.load import load
-from configs.plan import PARAMETER_ROLES, Attention, LocalWeights, PlannedModel, Router
+from configs.plan import PARAMETER_ROLES, Attention, LocalWeights, PlannedModel, Recurrent, Router
 from configs.schema import Model
 from models import build_model
 from tests.conftest import ROOT
@@ -29,6 +29,12 @@ TOYS |= {
 TOYS |= {
     "further tokens": TOY | {"multi_token": {"depth": 2}, "tie_embeddings": True, "norm_offset": True},
     "further tokens, latent": TOYS["latent queries"] | {"multi_token": {"depth": 1}},
+}
+DELTA = {"layers": ("delta", "full"), "delta": {"key_heads": 2, "value_heads": 6, "key_head_dim": 5}}
+TOYS |= {
+    "delta": TOY | DELTA,
+    "delta mixture": MIXTURE | DELTA | {"shared_expert_gate": True, "norm_offset": True},
+    "delta, further tokens": TOY | DELTA | {"multi_token": {"depth": 2}},
 }
 TOYS |= {"normed": TOY | {"qk_norm": "head"}, "normed mixture": MIXTURE | {"qk_norm": "head"}}
 
@@ -75,13 +81,16 @@ def test_every_weight_has_one_role_and_every_role_a_place(model):
 
 
 def test_only_norms_start_at_one(model):
-    """With an offset their factors do; biases start at zero, too."""
+    """With an offset their factors do, but for those of heads in layers of kind delta; biases start at zero, too."""
     stds = init_stds(model)
     assert stds.keys() == dict(built(model).named_parameters()).keys()
-    norms = {name for name in stds if "norm" in name}
-    assert {name for name, std in stds.items() if std is None} == (set() if model.norm_offset else norms)
+    of_delta = {name for name in stds if name.endswith(("linear_attn.norm.weight", "dt_bias"))}
+    norms = {name for name in stds if "norm" in name} - of_delta
+    assert {name for name, std in stds.items() if std is None} == (set() if model.norm_offset else norms) | of_delta
     zeros = norms if model.norm_offset else set()
-    assert {name for name, std in stds.items() if std == 0} == zeros | {name for name in stds if name.endswith("bias")}
+    assert {name for name, std in stds.items() if std == 0} == zeros | {name for name in stds if name.endswith(".bias")}
+    rates = {name for name in stds if name.endswith("A_log")}
+    assert {name for name, std in stds.items() if std == "log_of_uniform"} == rates
 
 
 def test_modules_have_what_techniques_read_and_replace(model):
@@ -89,6 +98,7 @@ def test_modules_have_what_techniques_read_and_replace(model):
     plan = modules.plan
     wanted = [(modules, PlannedModel)]
     wanted += [(modules.get_submodule(name), Attention) for name in plan.attention]
+    wanted += [(modules.get_submodule(name), kind) for name in plan.recurrent for kind in (LocalWeights, Recurrent)]
     wanted += [(modules.get_submodule(name), LocalWeights) for name in plan.experts]
     wanted += [(modules.get_submodule(name), kind) for name in plan.routers for kind in (LocalWeights, Router)]
     for module, protocol in wanted:

@@ -1,5 +1,11 @@
 """The options of [model] against transformers' families, in loss and gradients, or written out where none has them."""
 
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,27 +31,72 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     if ours.window_rotary:
         ours.window_rotary.init_buffers()
     export_hf(save(tmp_path / "step-00000001", ours), tmp_path / "out", TokenizerFiles())
-    theirs = AutoModelForCausalLM.from_pretrained(
+    kind = without_casts() if "delta" in ours.config.layers else AutoModelForCausalLM
+    theirs = kind.from_pretrained(
         tmp_path / "out", dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     tokens, targets = torch.randint(3, 96, (2, 2, 40))  # some families train no embedding of padding, token 0 or 1
     losses = [
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits in (ours(tokens), theirs(tokens).logits)
     ]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    bound = 1e-12 if "delta" in ours.config.layers else 1e-6
+    torch.testing.assert_close(*losses, rtol=bound, atol=0)
     for loss in losses:
         loss.backward()
-    gradients = {name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}
+    gradients = apart({name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}, ours.config)
     compared = 0
     for parameter_name, parameter in ours.named_parameters():
-        if "experts" in parameter_name:  # stacked
+        if ".experts." in parameter_name:  # stacked
             continue
-        expected = gradients[parameter_name.replace("router", "gate")].double()  # theirs has some routers in float32
+        renamed = parameter_name.replace("router", "gate")
+        if renamed not in gradients:
+            renamed = renamed.replace("shared_experts", "shared_expert")
+        expected = gradients[renamed].double()  # theirs has some routers in float32
         scale = expected.abs().max()
         assert scale > 0
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2e-5 * float(scale))
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=20 * bound * float(scale))
         compared += 1
-    assert compared == len(gradients) - sum("experts" in each for each in gradients)
+    assert compared == len(gradients) - sum(".experts." in each for each in gradients)
+
+
+@cache
+def without_casts():
+    """transformers' own Qwen3NextForCausalLM, but for its casts to float32, whose round-off a state would amplify.
+
+    The angles of the rotary embedding stay in float32.
+    """
+    from transformers.models.qwen3_next import modeling_qwen3_next as plain
+
+    source = Path(plain.__file__).read_text()
+    before, rotary, after = re.split(r"(class \w+RotaryEmbedding.*?)(?=class \w+RMSNorm\()", source, flags=re.DOTALL)
+    before, after = (re.sub(r"torch\.float32|torch\.float\b", "torch.float64", each) for each in (before, after))
+    text = before.replace(".float()", ".double()") + rotary + after.replace(".float()", ".double()")
+    module = ModuleType(f"{plain.__package__}.without_casts")
+    vars(module).update(__file__=plain.__file__, __package__=plain.__package__)
+    sys.modules[module.__name__] = module
+    exec(compile(text, plain.__file__, "exec"), vars(module))
+    return module.Qwen3NextForCausalLM
+
+
+def apart(gradients, config):
+    """Matrices of Qwen3-Next that are several of Keel's: queries and gates, head by head; filters one after another."""
+    delta = config.delta
+    keys, values = delta.key_heads * delta.key_head_dim, delta.value_heads * delta.value_head_dim
+    found = {}
+    for name, gradient in gradients.items():
+        place = name.rpartition("self_attn.q_proj")[0] or name.removesuffix("conv1d.weight")
+        if name.endswith("q_proj.weight") and config.attention_gate:
+            both = gradient.unflatten(0, (config.n_heads, 2, -1)).unbind(1)
+            found |= {
+                f"{place}self_attn.{each}_proj.weight": g.flatten(0, 1)
+                for each, g in zip(["q", "gate"], both, strict=True)
+            }
+        elif name.endswith("conv1d.weight"):
+            parts = gradient[:, 0].split([keys, keys, values])
+            found |= {f"{place}{each}_conv": part for each, part in zip("qkv", parts, strict=True)}
+        else:
+            found[name] = gradient
+    return found
 
 
 def test_a_gate_scales_each_feature_of_the_heads():

@@ -145,3 +145,16 @@ def test_float64_has_no_peak():
 def test_no_speed_no_figures():
     assert tflops_per_device(None, 10, 1) is None
     assert mfu(None, 1e12) is None
+
+
+def test_a_layer_with_a_state_costs_the_same_at_any_length():
+    """Three products of the state with a vector for each value head, forward, and two of each backward."""
+    widths = {"key_heads": 2, "value_heads": 6, "key_head_dim": 5, "value_head_dim": 7, "conv_kernel": 3}
+    delta = Model(**TOY, layers=("delta",), delta=widths)
+    matrices = sum(p.numel() for p in build_model(delta).parameters() if p.ndim == 2) - 80 * 32  # the embedding
+    states = 3 * TOY["n_layers"] * 6 * 5 * 7
+    for seq_len in (8, 1024):
+        found = flops_per_token(delta, seq_len)
+        assert found.causal == found.full == 6 * (matrices + states)
+    hybrid = flops_per_token(Model(**TOY, layers=("delta", "delta", "full"), delta=widths), 24)
+    assert hybrid.full - hybrid.causal == 6 * 4 * 8 * 24  # of the one layer with attention

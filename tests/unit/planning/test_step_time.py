@@ -208,6 +208,10 @@ def test_a_job_that_does_not_fit_says_so_first(capsys):
         (["--device", "h1000"], 'the rates of the device "h1000" are unknown; known are a100, b200, h100'),
         (["--price", "2"], "--price needs a time"),
         (["--device", "h100", "--training.compute_dtype", "float32"], "time is estimated for training.compute_dtype"),
+        (
+            ["--device", "h100", "--model.layers", '["delta", "full"]'],
+            'time is not estimated for layers of kind "delta" (model.layers), whose rates nobody measured',
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_said_in_one_message(capsys, words, message):
