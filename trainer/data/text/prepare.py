@@ -55,7 +55,6 @@ MAX_SHARDS = 256
 """Shards grow with the corpus, so that a folder never has more files than a process may open."""
 
 
-
 def prepare(
     inputs: Sequence[str],
     output: Path,

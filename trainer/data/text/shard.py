@@ -38,6 +38,8 @@ class Shard:
     max_bad_files: int
     duplicates: tuple[int, ...] = ()
     """Documents that are copies of earlier ones, by their number in the shard."""
+    part: int = 0
+    """Which part of its token files' documents it has, if several shards share them (see `shares`)."""
     content: tuple[str, ...] = ()
     """A hash of each piece's content, if that tells whether its files have changed instead of the modification times,
     which differ from host to host."""
