@@ -16,9 +16,11 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
+from trainer.data.text.finish import finish
+from trainer.data.text.plan import Call
 from trainer.data.text.prepare import prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, described
-from trainer.data.text.shares import MAX_SHARES, Call, finish, make_share
+from trainer.data.text.shares import MAX_SHARES, make_share
 from trainer.data.text.workers import Progress
 from trainer.report.console import Console
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.sharedctypes import Synchronized
 from typing import Protocol, TypeVar
 
@@ -71,6 +71,20 @@ def on_all(
                 except BrokenProcessPool:
                     raise UserError(_KILLED) from None
             progress(counter.value, total, message)
+
+
+def do_all(
+    work: Callable[[_Part], None],
+    parts: Sequence[_Part],
+    processes: int,
+    progress: Progress,
+    done: int = 0,
+    message: str = "",
+) -> None:
+    """As `on_all`, of work without a result."""
+    with closing(on_all(work, parts, processes, progress, done, message)) as results:
+        for _ in results:
+            pass
 
 
 def _on_all_here(
