@@ -72,7 +72,8 @@ def make_share(call: Call, share: int, shares: int) -> tuple[int, int] | None:
         plan = read_plan(call)
         if plan.shares != shares:
             raise UserError(
-                f"{call.working}: the work is divided into {plan.shares} shards, not {shares}. {call.advice}"
+                f"{call.working}: the work is divided into {plan.shares} shards, --shard I/{plan.shares}, not {shares}."
+                f" {call.advice}"
             )
         found = _examine(call, plan, share)
         for left in call.working.glob(f"unfinished.{share:05d}.*"):  # of earlier launches of this share
