@@ -27,7 +27,7 @@ from trainer.report.console import Console
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the preparation; returns the exit code."""
-    parser = _parser()
+    parser = prepare_parser()
     options = parser.parse_args(arguments)
     if options.mask_after and not options.mask_until:
         parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
@@ -97,7 +97,8 @@ def _make_share(options: argparse.Namespace, console: Console) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def prepare_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def submit(slurm: Cluster, folder: Path, options: list[str], **environment: str) -> Job:
     path = f"{Path(sys.executable).parent}:{slurm.packages}/usr/bin:{os.environ['PATH']}"
-    words = [str(folder / "text.jsonl"), "--tokenizer", str(folder / "t.model"), "--drop-duplicates"]
+    words = [str(folder / "text"), "--tokenizer", str(folder / "t.model"), "--drop-duplicates"]
     words += ["--output", str(folder / "out"), "--validation-fraction", "0.1"]
     everything = ["--cpus-per-task=1", f"--output={folder}/%A-%a.log", *options]
     script = ROOT / "scripts/launch/slurm_prepare.sh"
@@ -33,10 +33,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_array_of_shards_and_the_job_that_depends_on_it_give_the_bytes_of_one_process(slurm, tmp_path):
-    texts = [f"def function_{i % 3000}(x):\n    return x + {i % 3000}\n" * 9 for i in range(9000)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = [f"def function_{i % 3000}(x):\n    return x + {i % 3000}\n" * 9 for i in range(9600)]
+    (tmp_path / "text").mkdir()
+    for i in range(4):  # of a megabyte each, so that each becomes a token file
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[i::4]]
+        (tmp_path / "text" / f"{i}.jsonl").write_text("".join(lines))
     train_sentencepiece(iter(texts[:50]), tmp_path / "t.model", 300)
-    inputs = [str(tmp_path / "text.jsonl")]
+    inputs = [str(tmp_path / "text")]
     prepare(inputs, tmp_path / "one", tmp_path / "t.model", validation_fraction=0.1, drop_duplicates=True)
 
     some = submit(slurm, tmp_path, ["--array=0,2"], KEEL_SHARDS="3")
@@ -46,5 +49,7 @@ def test_an_array_of_shards_and_the_job_that_depends_on_it_give_the_bytes_of_one
     rest = submit(slurm, tmp_path, ["--array=0-2%2"])  # 0 and 2 look at what they have made
     last = submit(slurm, tmp_path, [f"--dependency=afterok:{rest.number}"])
     assert last.end() == ("COMPLETED", "0:0"), logs(tmp_path)
-    assert logs(tmp_path).count("0 were written now, 1 were there") >= 1
+    said = [line for line in logs(tmp_path).splitlines() if line.startswith("shard ")]
+    assert sum("0 were written now" in line for line in said) == 2
+    assert len(said) == 5
     assert content(tmp_path / "out") == content(tmp_path / "one")
