@@ -205,7 +205,8 @@ def _assemble(own: _Assembly) -> None:
     bad = BadFiles(shard.max_bad_files, PATIENCE)
     for report in reports:
         part = BadFiles()
-        part.messages, part.skipped = report["bad_files"], report["skipped"]
+        part.messages = report["bad_files"]
+        part.skipped = report["skipped"]
         bad.merge(part)
     duplicates = 0
     with Outputs(shard) as outputs:

@@ -85,7 +85,7 @@ def examined(
     threads: int = 1,
     report: Callable[[int], None] = lambda n_bytes: None,
 ) -> Iterator[list[InputFile]]:
-    """As `examine`, one list for each file: a saved dataset has several."""
+    """Do the work of `examine`; yields one list for each file, since a saved dataset has several."""
     done = 0
     told_at = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock

@@ -87,7 +87,7 @@ class Plan:
     shares: int
     listed: list[Listed]
     hash: str
-    """Of the file that holds the plan."""
+    """xxh3_128 of the file that holds the plan, in hex."""
 
     @cached_property
     def portions(self) -> list[list[Piece]]:

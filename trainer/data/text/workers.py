@@ -81,7 +81,7 @@ def do_all(
     done: int = 0,
     message: str = "",
 ) -> None:
-    """As `on_all`, of work without a result."""
+    """Apply a function without a result to parts, as `on_all` does."""
     with closing(on_all(work, parts, processes, progress, done, message)) as results:
         for _ in results:
             pass
