@@ -17,6 +17,7 @@ if not __package__:  # run as a file
 
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
 from trainer.data.text.finish import finish
+from trainer.data.text.on_ray import make_shares_on_ray
 from trainer.data.text.plan import Call
 from trainer.data.text.prepare import prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, described
@@ -39,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (options.output / RECORD).exists():
             record = _prepare(options, console)()  # only checks that it would be the same
             console.line(f"{options.output}: already there, from the same files and settings; nothing was written")
-        elif options.finish:
+        elif options.finish or options.ray:
+            if options.ray:
+                with console.progress("Tokenizing on Ray", in_bytes=True) as progress:
+                    make_shares_on_ray(_call(options, progress), options.ray)
             with console.progress("Finishing", in_bytes=True) as progress:
                 record = finish(_call(options, progress))
         else:
@@ -145,6 +149,11 @@ def prepare_parser() -> argparse.ArgumentParser:
         help="do only shard I of N, from 0 to N-1, on any host that sees the same files; when all are done: --finish",
     )
     many.add_argument("--finish", action="store_true", help="put the shards together; the options are the same")
+    many.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="do all shards as tasks of a cluster of Ray, or of the one that runs here (auto), and finish",
+    )
     return parser
 
 

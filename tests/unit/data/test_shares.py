@@ -128,7 +128,7 @@ def outcome(work, output):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(FILES, min_size=1, max_size=5),
     OPTIONS,
@@ -445,7 +445,9 @@ def test_each_piece_belongs_to_one_share(tmp_path, tokenizer, n):
 def test_copies_are_found_range_by_range(tmp_path_factory, parts):
     """Against the search of one process."""
     folder = tmp_path_factory.mktemp("hashes")
-    digests = [b"".join(np.uint64([n * 2**61 + 5, n % 2]).tobytes() for n in part) for part in parts]
+    digests = [
+        b"".join(np.uint64([2**64 - 1 if n == 6 else n * 2**61, n % 2]).tobytes() for n in part) for part in parts
+    ]
     expected = module.find_duplicates(digests)
     raws = []
     for number, (part, own) in enumerate(zip(parts, digests, strict=True)):
