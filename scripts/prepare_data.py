@@ -1,54 +1,54 @@
 """Turn text into token files: scripts/prepare_data.py INPUT... --output FOLDER --tokenizer FILE
 
 Writes OUTPUT/train and, with --validation-fraction, OUTPUT/validation: the folders that a job file's
-`[[data.sources]]` and `[[validation.sources]]` name. After a stop, the same command resumes where it stopped.
+`[[data.sources]]` and `[[validation.sources]]` name. After a stop, the same command resumes where it stopped. Many
+hosts do it together by --shard 0/N to --shard N-1/N, and then --finish: the bytes are the same.
 """
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
-from trainer.data.text.prepare import prepare
+from trainer.data.text.finish import finish
+from trainer.data.text.on_ray import make_shares_on_ray
+from trainer.data.text.plan import Call
+from trainer.data.text.prepare import prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, described
+from trainer.data.text.shares import MAX_SHARES, make_share
+from trainer.data.text.workers import Progress
 from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the preparation; returns the exit code."""
-    parser = _parser()
+    parser = prepare_parser()
     options = parser.parse_args(arguments)
     if options.mask_after and not options.mask_until:
         parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
 
     def work(console: Console) -> None:
-        make = partial(
-            prepare,
-            options.inputs,
-            options.output,
-            options.tokenizer,
-            processes=options.processes,
-            validation_fraction=options.validation_fraction,
-            max_bad_files=options.max_bad_files,
-            text_key=options.text_key,
-            separator=options.separator,
-            drop_duplicates=options.drop_duplicates,
-            pack=options.pack,
-            mask_until=options.mask_until,
-            mask_after=options.mask_after,
-            say=console.line,
-        )
+        if options.shard:
+            _make_share(options, console)
+            return
         if (options.output / RECORD).exists():
-            record = make()  # only checks that it would be the same
+            record = _prepare(options, console)()  # only checks that it would be the same
             console.line(f"{options.output}: already there, from the same files and settings; nothing was written")
+        elif options.finish or options.ray:
+            if options.ray:
+                with console.progress("Tokenizing on Ray", in_bytes=True) as progress:
+                    make_shares_on_ray(_call(options, progress), options.ray)
+            with console.progress("Finishing", in_bytes=True) as progress:
+                record = finish(_call(options, progress))
         else:
             with console.progress("Tokenizing", in_bytes=True) as progress:
-                record = make(progress=progress)
+                record = _prepare(options, console)(progress=progress)
         for message in record["bad_files"]:
             console.warning(f"skipped: {message}")
         for line in described(record, options.output):
@@ -57,7 +57,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; the same command resumes from there")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _choices(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what is written."""
+    names = (
+        "text_key",
+        "validation_fraction",
+        "separator",
+        "drop_duplicates",
+        "pack",
+        "mask_until",
+        "mask_after",
+    )
+    return {name: getattr(options, name) for name in names}
+
+
+def _prepare(options: argparse.Namespace, console: Console) -> Callable[..., dict[str, Any]]:
+    return partial(
+        prepare,
+        options.inputs,
+        options.output,
+        options.tokenizer,
+        processes=options.processes,
+        max_bad_files=options.max_bad_files,
+        say=console.line,
+        **_choices(options),
+    )
+
+
+def _call(options: argparse.Namespace, progress: Progress) -> Call:
+    settings = settings_of(options.inputs, options.output, options.tokenizer, **_choices(options))
+    return Call(settings, options.output, options.tokenizer, options.processes, options.max_bad_files, progress)
+
+
+def _make_share(options: argparse.Namespace, console: Console) -> None:
+    share, shares = options.shard
+    with console.progress(f"Shard {share}/{shares}", in_bytes=True) as progress:
+        done = make_share(_call(options, progress), share, shares)
+    if done is None:
+        console.line(f"{options.output}: already there, from the same settings; nothing was written")
+    else:
+        console.line(
+            f"shard {share}/{shares}: finished; of its parts, {done[0]} were written now, {done[1]} were there"
+        )
+
+
+def prepare_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")
@@ -96,7 +141,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="tokens behind this text give no loss again, until the next --mask-until: the end of an answer",
     )
+    many = parser.add_mutually_exclusive_group()
+    many.add_argument(
+        "--shard",
+        type=_share,
+        metavar="I/N",
+        help="do only shard I of N, from 0 to N-1, on any host that sees the same files; when all are done: --finish",
+    )
+    many.add_argument("--finish", action="store_true", help="put the shards together; the options are the same")
+    many.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="do all shards as tasks of a cluster of Ray, or of the one that runs here (auto), and finish",
+    )
     return parser
+
+
+def _share(text: str) -> tuple[int, int]:
+    """The type of an option that is one of several shares."""
+    share, _, shares = text.partition("/")
+    if not (share.isdecimal() and shares.isdecimal() and int(share) < int(shares) <= MAX_SHARES):
+        raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N-1, and N up to {MAX_SHARES:,}")
+    return int(share), int(shares)
 
 
 def _marker(text: str) -> str:

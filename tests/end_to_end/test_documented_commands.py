@@ -236,6 +236,7 @@ NOT_RUN = {  # beginning of a line: why not
     "keel export runs/qwen3": "tests/end_to_end/test_hf_runs.py",
     "keel sample qwen3-hf": "tests/end_to_end/test_hf_runs.py",
     "sbatch": "tests/slurm/test_launch_on_slurm.py",
+    "SHARDS=$(sbatch": "tests/slurm/test_preparation_on_slurm.py",
     "torchx": "TorchX is not installed",
     "hf auth login": "asks for a token",
     "vllm": "not installed, as the page says",

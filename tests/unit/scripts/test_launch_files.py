@@ -17,6 +17,7 @@ import yaml
 
 from configs.command_line import parse_command_line
 from configs.load import load
+from scripts.prepare_data import prepare_parser
 from tests.conftest import ROOT
 
 LAUNCH = ROOT / "scripts" / "launch"
@@ -193,6 +194,7 @@ KINDS = {
     },
     "FailurePolicy": {"maxRestarts": "", "restartStrategy": "", "rules": ""},
     "ReplicatedJob": {"name": "", "groupName": "", "template": "JobTemplate", "replicas": "", "dependsOn": ""},
+    "Job": OF_ALL | {"spec": "JobSpec"},
     "JobTemplate": {"metadata": "ObjectMeta", "spec": "JobSpec"},
     "JobSpec": {
         "parallelism": "",
@@ -277,12 +279,16 @@ def unknown_keys(value, kind, place):
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("jobset.yaml", ["JobSet", "NetworkPolicy"]), ("trainjob.yaml", ["TrainingRuntime", "TrainJob", "NetworkPolicy"])],
+    [
+        ("jobset.yaml", ["JobSet", "NetworkPolicy"]),
+        ("trainjob.yaml", ["TrainingRuntime", "TrainJob", "NetworkPolicy"]),
+        ("kubernetes_prepare.yaml", ["Job", "Job"]),
+    ],
 )
-def test_a_file_for_jobset_or_trainer_has_only_keys_of_its_kinds(name, kinds):
+def test_a_file_for_kubernetes_has_only_keys_of_its_kinds(name, kinds):
     documents = list(yaml.safe_load_all((LAUNCH / name).read_text()))
     assert [document["kind"] for document in documents] == kinds
-    versions = {"JobSet": "jobset.x-k8s.io/v1alpha2", "NetworkPolicy": "networking.k8s.io/v1"}
+    versions = {"JobSet": "jobset.x-k8s.io/v1alpha2", "NetworkPolicy": "networking.k8s.io/v1", "Job": "batch/v1"}
     for document in documents:
         kind = document["kind"]
         assert document["apiVersion"] == versions.get(kind, "trainer.kubeflow.org/v1alpha1")
@@ -359,6 +365,41 @@ def test_the_hosts_of_a_jobset_find_the_first_by_the_name_that_jobset_gives_it()
     assert hosts["completionMode"] == "Indexed"  # which JOB_COMPLETION_INDEX needs
     assert command[command.index("--nnodes") + 1] == str(hosts["parallelism"]) == str(hosts["completions"])
     assert command[command.index("--nproc-per-node") + 1] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+
+
+def test_the_pods_of_the_preparation_make_all_shards_and_the_second_job_puts_them_together():
+    shards, finish = yaml.safe_load_all((LAUNCH / "kubernetes_prepare.yaml").read_text())
+    words = []
+    for job in (shards, finish):
+        pod = job["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["volumeMounts"][0]["name"] == pod["volumes"][0]["name"]
+        assert pod["restartPolicy"] == "Never"
+        words.append(container["args"])
+        assert f"-l step={job['metadata']['labels']['step']}" in (LAUNCH / "kubernetes_prepare.yaml").read_text()
+    assert shards["spec"]["completionMode"] == "Indexed"  # which JOB_COMPLETION_INDEX needs
+    n = shards["spec"]["completions"]
+    last = words[0][-1].replace("$(JOB_COMPLETION_INDEX)", str(n - 1))
+    options = prepare_parser().parse_args([*words[0][1:-1], last])
+    assert options.shard == (n - 1, n)
+    assert options.processes == shards["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+    assert [*words[0][:-2], "--finish"] == words[1]
+    assert words[0][0] == "prepare"
+    assert prepare_parser().parse_args(words[1][1:]).finish
+
+
+@pytest.mark.parametrize(
+    ("environment", "last"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "7"}, "--shard 3/8 --processes 5"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "4", "KEEL_SHARDS": "64"}, "--shard 3/64 --processes 5"),
+        ({}, "--finish --processes 5"),
+    ],
+)
+def test_a_task_of_an_array_makes_its_shard_and_another_job_puts_them_together(cluster, environment, last):
+    process = begun(cluster, "slurm_prepare.sh", CODE="0", SLURM_CPUS_PER_TASK="5", **environment)
+    assert process.wait(60) == 0
+    assert (cluster / "started").read_text() == f"prepare debug --job.name a b {last}\n"
 
 
 def test_the_trainers_container_is_the_one_that_it_looks_for():

@@ -7,8 +7,9 @@ commit is recorded.
 
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -74,23 +75,32 @@ def examine(
             the first is tried.
         report: called now and then with the bytes read so far.
     """
-    found: list[InputFile] = []
+    return [entry for entries in examined(files, text_key, bad, threads, report) for entry in entries]
+
+
+def examined(
+    files: Sequence[tuple[str, Path]],
+    text_key: str,
+    bad: BadFiles,
+    threads: int = 1,
+    report: Callable[[int], None] = lambda n_bytes: None,
+) -> Iterator[list[InputFile]]:
+    """Do the work of `examine`; yields one list for each file, since a saved dataset has several."""
     done = 0
     told_at = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock
         for entries, own in pool.map(partial(_examine, text_key), files):
-            found += entries
             bad.merge(own)
             done += sum(entry.n_bytes for entry in entries)
             if time.monotonic() - told_at > _REPORT_SECONDS:
                 told_at = time.monotonic()
                 report(done)
-    return found
+            yield entries
 
 
 def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], BadFiles]:
     name, path = file
-    entries = [_entry(name, each) for each in _plain_files(path)]
+    entries = [_entry(name, each) for each in plain_files(path)]
     bad = BadFiles()
     try:
         for piece in file_pieces(path)[:1]:  # a .parquet file may have none
@@ -101,9 +111,24 @@ def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], Ba
     return entries, bad
 
 
-def _plain_files(path: Path) -> list[Path]:
+def plain_files(path: Path) -> list[Path]:
     """The files with an entry's content; a pipe must not be waited for."""
     return [file for file in content_files(path) if file.is_file()]
+
+
+def content_hash(path: Path, start: int = 0, stop: int | None = None) -> str:
+    """xxh3_128 of a file's bytes [start, stop), in hex; "" if they can't be read, as its reader will say."""
+    digest = xxhash.xxh3_128()
+    left = sys.maxsize if stop is None else stop - start
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            while block := file.read(min(left, _BLOCK_BYTES)):
+                digest.update(block)
+                left -= len(block)
+    except OSError:
+        return ""
+    return digest.hexdigest()
 
 
 def _entry(name: str, path: Path) -> InputFile:
@@ -164,7 +189,7 @@ def changes(before: Sequence[InputFile], inputs: Sequence[str]) -> tuple[list[st
     gone = []
     for name in inputs:
         try:
-            now |= {str(file): file for _, path in list_files([name], BadFiles()) for file in _plain_files(path)}
+            now |= {str(file): file for _, path in list_files([name], BadFiles()) for file in plain_files(path)}
         except UserError:
             gone.append(name)
     known = {file.path: file for file in before if file.input not in gone}
@@ -174,13 +199,14 @@ def changes(before: Sequence[InputFile], inputs: Sequence[str]) -> tuple[list[st
         "removed": sorted(known.keys() - now.keys()),
         "changed": sorted(changed),
     }
-    return [f"  {what}: {_named(paths)}" for what, paths in found.items() if paths], gone
+    return [f"  {what}: {named(paths)}" for what, paths in found.items() if paths], gone
 
 
 def _is_same(file: InputFile) -> bool:
     return file.is_untouched() or _entry(file.input, Path(file.path)).hash == file.hash
 
 
-def _named(paths: list[str]) -> str:
+def named(paths: Sequence[str]) -> str:
+    """The first of some paths, and how many more there are."""
     more = f" and {len(paths) - _SHOWN:,} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more

@@ -16,20 +16,14 @@ moves finished files: a worker that briefly outlives its killed launch does no h
 """
 
 import fcntl
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.sharedctypes import Synchronized
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 
@@ -52,21 +46,13 @@ from trainer.data.text.prepared_folder import (
     read_record,
     write_json,
 )
-from trainer.data.text.shard import Shard, hash_shard, keep, read_bytes, write_shard
+from trainer.data.text.shard import Shard, hash_shard, keep, make_folders, write_shard
+from trainer.data.text.workers import Progress, on_all
 from trainer.data.tokenizer import load_tokenizer
 
 MIN_SHARD_BYTES = 1 << 20
 MAX_SHARDS = 256
 """Shards grow with the corpus, so that a folder never has more files than a process may open."""
-
-_PROGRESS_SECONDS = 1.0
-_KILLED = (
-    "a process that prepared text was killed (out of memory?). "
-    "Run the same command again: finished shards are kept. Fewer processes need less memory"
-)
-_Result = TypeVar("_Result")
-Progress = Callable[[int, int | None, str], None]
-"""Called with the bytes of text done, the total bytes (None: not known yet), and a message."""
 
 
 def prepare(
@@ -113,27 +99,55 @@ def prepare(
     """
     output = Path(output)
     tokenizer_path = Path(tokenizer_path)
-    _require_apart(inputs, output)
-    tokenizer = load_tokenizer(tokenizer_path)
-    choices = (validation_fraction, separator, drop_duplicates, pack, mask_until, mask_after)
-    settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
+    choices = (text_key, validation_fraction, separator, drop_duplicates, pack, mask_until, mask_after)
+    settings = settings_of(inputs, output, tokenizer_path, *choices)
     working = output.absolute().with_name(f".{output.name}.partial")
-    try:
+    with errors_of(output):
         if is_finished(output, settings, advice):
             check_inputs(output, settings, say, if_changed)
         else:
             job = _Job(settings, working, tokenizer_path, processes, BadFiles(max_bad_files), progress)
-            with _lock(working, progress):
+            with lock(working, progress):
                 if not is_finished(output, settings):  # another launch may have finished it while this one waited
                     job.run()
                     os.rename(working / "output", output)
-                _discard(working)
+                discard(working)
         record = read_record(output)
+    BadFiles(max_bad_files).extend(record["bad_files"])
+    return record
+
+
+def settings_of(
+    inputs: Sequence[str],
+    output: Path,
+    tokenizer_path: Path,
+    text_key: str = "text",
+    validation_fraction: float = 0.0,
+    separator: str = "",
+    drop_duplicates: bool = False,
+    pack: int | None = None,
+    mask_until: str | None = None,
+    mask_after: str | None = None,
+) -> Settings:
+    """What decides the content of OUTPUT, besides the inputs' content; the arguments are those of `prepare`.
+
+    Raises:
+        UserError: the tokenizer cannot be read, or OUTPUT lies in an input folder.
+    """
+    _require_apart(inputs, output)
+    tokenizer = load_tokenizer(tokenizer_path)
+    choices = (validation_fraction, separator, drop_duplicates, pack, mask_until, mask_after)
+    return Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
+
+
+@contextmanager
+def errors_of(output: Path) -> Iterator[None]:
+    """Name the output, or the file beside it, that the disk refuses."""
+    try:
+        yield
     except OSError as error:
         kind = OutageError if error.errno in FULL else UserError
         raise kind(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None
-    BadFiles(max_bad_files).extend(record["bad_files"])
-    return record
 
 
 def _require_apart(inputs: Sequence[str], output: Path) -> None:
@@ -174,6 +188,7 @@ class _Job:
     processes: int
     bad: BadFiles
     progress: Progress
+    launch: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def run(self) -> None:
         """Do the remaining work in the working folder, including the final record."""
@@ -182,7 +197,7 @@ class _Job:
             self._write(files, self._without_duplicates(shards))
         except BaseException:
             if not any((self.working / "reports").glob("*.json")):  # there is nothing in it to resume from
-                _discard(self.working)
+                discard(self.working)
             raise
 
     def _shards(self) -> tuple[list[InputFile], list[Shard]]:
@@ -201,7 +216,7 @@ class _Job:
         portions = divide([piece for name in inputs for piece in pieces(name)])
         limit = self.bad.limit or 0
         return files, [
-            Shard(i, portion, self.working, os.getpid(), self.tokenizer_path, self.settings, limit)
+            Shard(i, portion, self.working, self.launch, self.tokenizer_path, self.settings, limit)
             for i, portion in enumerate(portions)
         ]
 
@@ -213,7 +228,8 @@ class _Job:
         if not self.settings.drop_duplicates:
             return shards
         hashes = dict.fromkeys((shard.index for shard in shards), b"")
-        with closing(self._on_all(hash_shard, shards, 0, "looking for duplicates")) as results:
+        what = "looking for duplicates"
+        with closing(on_all(hash_shard, shards, self.processes, self.progress, message=what)) as results:
             for shard, found in results:
                 hashes[shard.index] = found
         return [
@@ -224,72 +240,54 @@ class _Job:
     def _write(self, files: list[InputFile], shards: list[Shard]) -> None:
         settings = self.settings
         working = self.working
-        _enter(working, settings)
+        _enter(working, settings, self.launch)
         reports = {shard.index: report for shard in shards if (report := shard.report())}
         _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
         for report in reports.values():
             self.bad.extend(report["bad_files"])
         done = sum(shard.n_bytes for shard in shards if shard.index in reports)
         remaining = [shard for shard in shards if shard.index not in reports]
-        with closing(self._on_all(write_shard, remaining, done, "")) as results:
+        with closing(on_all(write_shard, remaining, self.processes, self.progress, done)) as results:
             for shard, report in results:
                 self.bad.extend(report["bad_files"])
                 keep(shard, report)
                 reports[shard.index] = report
         if changed := [file.path for file in files if not file.is_untouched()]:
             raise UserError(f"{', '.join(changed[:5])}: changed while being read; run the same command again")
-        try:
-            record = _record(settings, [reports[shard.index] for shard in shards], self.bad)
-            record["read_from"] = [pin(name) for name in settings.inputs]
-        except UserError:
-            _discard(working)  # the same inputs would end in the same error
-            raise
-        record["inputs"] = summary(files)
-        write_list(working / "output", files)
-        if settings.pack:
-            for split in settings.splits:
-                write_mark(working / "output" / split, settings.pack)
-        write_json(working / "output" / RECORD, record)
+        read_from = [pin(name) for name in settings.inputs]
+        seal(working, settings, [reports[shard.index] for shard in shards], files, read_from, self.bad)
 
-    def _on_all(
-        self, work: Callable[[Shard], _Result], shards: list[Shard], done: int, message: str
-    ) -> Generator[tuple[Shard, _Result], None, None]:
-        """Apply a function to shards in several processes; yields each result as it is finished, and shows progress."""
-        total = done + sum(shard.n_bytes for shard in shards)
-        self.progress(done, total, message)
-        processes = min(self.processes, len(shards))
-        if processes <= 1:
-            yield from self._on_all_here(work, shards, done, total, message)
-        else:
-            counter = multiprocessing.get_context("spawn").Value("q", done)
-            with _pool(processes, counter) as pool:
-                futures = {pool.submit(work, shard): shard for shard in shards}
-                left = set(futures)
-                while left:
-                    finished, left = wait(left, _PROGRESS_SECONDS, FIRST_COMPLETED)
-                    for future in finished:
-                        try:
-                            yield futures[future], future.result()
-                        except BrokenProcessPool:
-                            raise UserError(_KILLED) from None
-                    self.progress(counter.value, total, message)
 
-    def _on_all_here(
-        self, work: Callable[[Shard], _Result], shards: list[Shard], done: int, total: int, message: str
-    ) -> Generator[tuple[Shard, _Result], None, None]:
-        shown_at = time.monotonic()
+def seal(
+    working: Path,
+    settings: Settings,
+    reports: list[dict[str, Any]],
+    files: Sequence[InputFile],
+    read_from: list[str],
+    bad: BadFiles,
+) -> None:
+    """Write what the finished folder has beside its token files; the record is last.
 
-        def add(n_bytes: int) -> None:
-            nonlocal done, shown_at
-            done += n_bytes
-            if time.monotonic() - shown_at > _PROGRESS_SECONDS:
-                shown_at = time.monotonic()
-                self.progress(done, total, message)
+    Args:
+        reports: of all shards, in order.
+        read_from: the inputs, of the hub with the commit.
+        bad: what was skipped when the inputs were listed.
 
-        read_bytes.add = add
-        for shard in shards:
-            yield shard, work(shard)
-            self.progress(done, total, message)
+    Raises:
+        UserError: a split has no tokens; the working folder is then removed, since it would end in the same error.
+    """
+    try:
+        record = _record(settings, reports, bad)
+    except UserError:
+        discard(working)
+        raise
+    record["read_from"] = read_from
+    record["inputs"] = summary(files)
+    write_list(working / "output", files)
+    if settings.pack:
+        for split in settings.splits:
+            write_mark(working / "output" / split, settings.pack)
+    write_json(working / "output" / RECORD, record)
 
 
 def find_duplicates(hashes: Sequence[bytes]) -> list[tuple[int, ...]]:
@@ -307,37 +305,6 @@ def find_duplicates(hashes: Sequence[bytes]) -> list[tuple[int, ...]]:
     is_copy[order[1:]] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
     ends = np.cumsum([len(each) // 16 for each in hashes])
     return [tuple(np.flatnonzero(part).tolist()) for part in np.split(is_copy, ends[:-1])]
-
-
-@contextmanager
-def _pool(processes: int, counter: "Synchronized[int]") -> Iterator[ProcessPoolExecutor]:
-    """Worker processes that end with this one, and at once if it leaves this context with an exception."""
-    before = set(multiprocessing.active_children())
-    spawn = multiprocessing.get_context("spawn")  # forking after torch's threads have started may hang
-    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_worker, initargs=(counter,))
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in set(multiprocessing.active_children()) - before:
-            child.terminate()
-        raise
-    pool.shutdown()
-
-
-def _start_worker(counter: "Synchronized[int]") -> None:
-    """Let a worker count what it reads, leave Ctrl-C to the parent, and exit if the parent is killed."""
-    read_bytes.add_to(counter)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
 
 
 def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) -> dict[str, Any]:
@@ -404,7 +371,7 @@ def _packed(seq_len: int, split: Split, name: str, reports: list[dict[str, Any]]
 # ------------------------------------------------------------------------------------------- the working folder
 
 
-def _enter(working: Path, settings: Settings) -> None:
+def _enter(working: Path, settings: Settings, launch: str) -> None:
     """Start or resume in a working folder.
 
     Raises:
@@ -415,11 +382,8 @@ def _enter(working: Path, settings: Settings) -> None:
         advice = f"It holds {n_finished} finished part(s) of an interrupted preparation; to begin again, delete it"
         check_same(working, read_json(state), settings, advice)
     for left in working.glob("unfinished.*"):
-        _discard(left)
-    (working / "reports").mkdir(exist_ok=True)
-    for folder in ("output", f"unfinished.{os.getpid()}"):
-        for split in settings.splits:
-            (working / folder / split).mkdir(parents=True, exist_ok=True)
+        discard(left)
+    make_folders(working, settings, launch)
     write_json(state, asdict(settings))
 
 
@@ -430,7 +394,7 @@ def _remove_leftovers(working: Path, finished: set[str]) -> None:
             path.unlink()
 
 
-def _lock(working: Path, progress: Progress) -> IO[bytes]:
+def lock(working: Path, progress: Progress) -> IO[bytes]:
     """Lock the working folder (created if needed) for this process, until the returned file is closed."""
     path = working / "lock"
     while True:
@@ -449,7 +413,7 @@ def _lock(working: Path, progress: Progress) -> IO[bytes]:
         file.close()  # it locks a folder that was removed in the meantime
 
 
-def _discard(folder: Path) -> None:
+def discard(folder: Path) -> None:
     """Remove a folder that other processes may use; it is renamed first, so that they create no file in it."""
     if folder.exists():
         trash = folder.with_name(f"{folder.name}.{os.getpid()}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from configs.files import write_atomically
+from configs.files import replacing
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.text.bad_files import skipped_lines
 from trainer.data.text.listing import changes, read_list
@@ -198,5 +198,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, [json.dumps(content, indent=2) + "\n"])
+def write_json(path: Path, content: dict[str, Any], writer: str = "") -> None:
+    """Write an object for `read_json`; `writer`: who does, if several processes may at once."""
+    with replacing(path, writer) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -20,7 +20,7 @@ from trainer.data.text.loss_mask import encode_masked
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX
-from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
+from trainer.data.tokenizer import encode_document, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,18 @@ class Shard:
     pieces: list[Piece]
     working: Path
     """The hidden folder next to OUTPUT."""
-    launch: int
-    """Process id of the launch, which names its folder for unfinished work."""
+    launch: str
+    """Names the folder for its unfinished work; no other launch, on any host, has the same."""
     tokenizer_path: Path
     settings: Settings
     max_bad_files: int
     duplicates: tuple[int, ...] = ()
     """Documents that are copies of earlier ones, by their number in the shard."""
+    part: int = 0
+    """Which part of its token files' documents it has, if several shards share them (see `shares`)."""
+    content: tuple[str, ...] = ()
+    """A hash of each piece's content, if that tells whether its files have changed instead of the modification times,
+    which differ from host to host."""
 
     @property
     def name(self) -> str:
@@ -61,9 +66,11 @@ class Shard:
 
     @cached_property
     def inputs_hash(self) -> str:
-        """Hash of the shard's inputs: files, their portions, sizes and modification times, and what is left out."""
-        times = [os.stat(piece.path).st_mtime_ns if os.path.exists(piece.path) else 0 for piece in self.pieces]
-        facts = [[asdict(piece) for piece in self.pieces], times, self.duplicates]
+        """Hash of the shard's inputs: files, their portions, sizes, content or time of change, and what is left out."""
+        versions: Sequence[str | int] = self.content or [
+            os.stat(piece.path).st_mtime_ns if os.path.exists(piece.path) else 0 for piece in self.pieces
+        ]
+        facts = [[asdict(piece) for piece in self.pieces], versions, self.duplicates]
         return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
     def report(self) -> dict[str, Any] | None:
@@ -81,18 +88,11 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
 def write_shard(shard: Shard) -> dict[str, Any]:
     """Write a shard's token files into the folder for unfinished work; returns its report."""
-    tokenizer = _load_once(shard.tokenizer_path)
-    settings = shard.settings
     bad = BadFiles(shard.max_bad_files, PATIENCE)
-    splits = {name: Split() for name in settings.splits}
     copies = set(shard.duplicates)
     empty = duplicates = 0
-    masked = {name: {"tokens_with_loss": 0, "documents_without_loss": 0} for name in splits}
-    with ExitStack() as stack:
-        writers = {name: _writer(shard, name) for name in splits}
-        for writer in writers.values():
-            stack.enter_context(writer)
-        for number, text in enumerate(_texts(shard, bad)):
+    with Outputs(shard) as outputs:
+        for number, text in enumerate(texts_of(shard, bad)):
             if not text:
                 empty += 1
                 continue
@@ -100,38 +100,66 @@ def write_shard(shard: Shard) -> dict[str, Any]:
                 duplicates += 1
                 continue
             raw = text.encode()
-            name = VALIDATION if is_validation(raw, settings.validation_fraction) else TRAIN
-            tokens = _encode(tokenizer, text, settings)
-            if settings.mask_until:
-                with_loss = len(tokens) - int((np.asarray(tokens) & 1).sum())
-                masked[name]["tokens_with_loss"] += with_loss
-                masked[name]["documents_without_loss"] += not with_loss
-            writers[name].append(tokens)
-            splits[name].add(1, len(tokens), len(raw))
-    packed = {
-        name: {"windows": writer.n_windows, "cut_documents": writer.n_cut}
-        for name, writer in writers.items()
-        if isinstance(writer, PackingWriter)
-    }
-    return {
-        **{name: asdict(split) for name, split in splits.items()},
-        "empty_documents": empty,
-        "duplicates": duplicates,
-        "packed": packed,
-        "masked": masked,
-        "bad_files": bad.messages,
-        "skipped": bad.skipped,
-        "inputs_hash": shard.inputs_hash,
-    }
+            name = VALIDATION if is_validation(raw, shard.settings.validation_fraction) else TRAIN
+            outputs.add(name, encode(shard, text), len(raw))
+    return outputs.report(bad, empty, duplicates)
+
+
+class Outputs:
+    """The token files of a shard while they are written, one for each split, and what has gone into them."""
+
+    def __init__(self, shard: Shard) -> None:
+        """Begin the files; enter it before the first document."""
+        self._shard = shard
+        self._writers = {name: _writer(shard, name) for name in shard.settings.splits}
+        self._splits = {name: Split() for name in self._writers}
+        self._masked = {name: {"tokens_with_loss": 0, "documents_without_loss": 0} for name in self._writers}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for writer in self._writers.values():
+                stack.enter_context(writer)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, name: str, tokens: Sequence[int] | np.ndarray, n_bytes: int) -> None:
+        """Add a document, as its token file stores it, to a split; `n_bytes`: of its text."""
+        if self._shard.settings.mask_until:
+            with_loss = len(tokens) - int((np.asarray(tokens) & 1).sum())
+            self._masked[name]["tokens_with_loss"] += with_loss
+            self._masked[name]["documents_without_loss"] += not with_loss
+        self._writers[name].append(tokens)
+        self._splits[name].add(1, len(tokens), n_bytes)
+
+    def report(self, bad: BadFiles, empty_documents: int, duplicates: int) -> dict[str, Any]:
+        """What the files contain, once they are complete."""
+        return {
+            **{name: asdict(split) for name, split in self._splits.items()},
+            "empty_documents": empty_documents,
+            "duplicates": duplicates,
+            "packed": {
+                name: {"windows": writer.n_windows, "cut_documents": writer.n_cut}
+                for name, writer in self._writers.items()
+                if isinstance(writer, PackingWriter)
+            },
+            "masked": self._masked,
+            "bad_files": bad.messages,
+            "skipped": bad.skipped,
+            "inputs_hash": self._shard.inputs_hash,
+        }
 
 
 def hash_shard(shard: Shard) -> bytes:
     """xxh3_128 of each of a shard's documents, 16 bytes each."""
     bad = BadFiles(shard.max_bad_files, PATIENCE)
-    return b"".join(xxhash.xxh3_128_digest(text.encode()) for text in _texts(shard, bad))
+    return b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts_of(shard, bad))
 
 
-def _texts(shard: Shard, bad: BadFiles) -> Iterator[str]:
+def texts_of(shard: Shard, bad: BadFiles) -> Iterator[str]:
+    """A shard's documents, in order; unreadable parts are added to `bad`."""
     for piece in shard.pieces:
         yield from read(piece, shard.settings.text_key, bad, shard.settings.separator)
         read_bytes.add(piece.n_bytes)
@@ -167,11 +195,21 @@ def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
     return PackingWriter(writer, settings.pack) if settings.pack else writer
 
 
-def _encode(tokenizer: Tokenizer, text: str, settings: Settings) -> Sequence[int] | np.ndarray:
+def encode(shard: Shard, text: str) -> Sequence[int] | np.ndarray:
     """A document as its token file stores it."""
+    tokenizer = _load_once(shard.tokenizer_path)
+    settings = shard.settings
     if settings.mask_until is None:
         return encode_document(tokenizer, text)
     return encode_masked(tokenizer, text, settings.mask_until, settings.mask_after)
+
+
+def make_folders(working: Path, settings: Settings, launch: str) -> None:
+    """Make the folders in which a launch writes shards, and to which `keep` moves them."""
+    (working / "reports").mkdir(exist_ok=True)
+    for folder in ("output", f"unfinished.{launch}"):
+        for split in settings.splits:
+            (working / folder / split).mkdir(parents=True, exist_ok=True)
 
 
 def keep(shard: Shard, report: dict[str, Any]) -> None:
@@ -179,4 +217,4 @@ def keep(shard: Shard, report: dict[str, Any]) -> None:
     for split in shard.settings.splits:
         name = Path(split, shard.name + SUFFIX)
         os.replace(shard.unfinished / name, shard.working / "output" / name)
-    write_json(shard.report_path, report)
+    write_json(shard.report_path, report, shard.launch)

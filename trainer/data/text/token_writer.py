@@ -42,7 +42,8 @@ class TokenFileWriter:
         Raises:
             ValueError: the document is empty, or contains an id outside the vocabulary.
         """
-        ids = np.fromiter(tokens, np.int64, len(tokens))  # of a list, faster than np.asarray
+        # Of a list, fromiter is faster than np.asarray.
+        ids = tokens.astype(np.int64) if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64, len(tokens))
         if not len(ids):
             raise ValueError("a document without tokens")
         if ids.min() < 0 or ids.max() >= self._empty.limit:
