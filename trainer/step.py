@@ -6,7 +6,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.reader import AVERAGE, OPTIMIZER
+from configs.architectures import own_weights
 from configs.architectures.llama import n_further
+from configs.architectures.mup import lr_scale
 from configs.architectures.parts import head_dim
 from configs.own_code import is_import_path
 from configs.plan import plan_of
@@ -52,6 +54,7 @@ from trainer.optimizers.build import (
     build_optimizer,
     frozen_until,
     optimizer_state,
+    rule_name,
     saved_weights,
     set_groups,
     skips_on_device,
@@ -97,7 +100,8 @@ class Learner:
         self.passes = self.make_passes(config)
         self.loss = replace(self.loss, z_loss_weight=config.training.z_loss_weight)
         self.optimizer.max_norm = config.training.max_norm
-        set_groups(self.optimizer, config.optimizer, list(self.parameters.items()), self.model_names)
+        scales = width_scales(config, _hidden_matrices(self.stages.values(), config))
+        set_groups(self.optimizer, config.optimizer, list(self.parameters.items()), self.model_names, scales)
         self.frozen_until = frozen_until(config.optimizer, self.model_names)
         for stage in self.stages.values():
             apply_load_balance(stage, self.mesh, config)
@@ -410,9 +414,11 @@ def _optimizer(
     sums = sums_of(config.training)
     seed = config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
-    hidden = {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
+    hidden = _hidden_matrices(stages, config)
+    scales = width_scales(config, hidden)
+    build = partial(build_optimizer, config.optimizer, named_parameters, hidden, later=later, width_scales=scales)
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, hidden, None, model_names, sums, seed, mesh, later)
+        return build(None, model_names, sums, seed, mesh)
     dtype = config.fsdp.owner_broadcast_dtype
 
     def assign_owners(groups: list[dict[str, Any]]) -> OwnerOptimizer:
@@ -421,8 +427,7 @@ def _optimizer(
             partition.overlap_forward(stage)
         return partition
 
-    known = (model_names, sums, seed)
-    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, *known, later=later)
+    return build(assign_owners, model_names, sums, seed)
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -435,6 +440,10 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 """The matrices of which each head has some rows."""
+
+
+def _hidden_matrices(stages: Iterable[nn.Module], config: Config) -> dict[str, int]:
+    return {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
 
 
 def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
@@ -450,6 +459,23 @@ def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
             if split and name.split(".")[-2] in _OF_HEADS:
                 matrices[name] = parameter.shape[0] // head_dim(config.model)
     return matrices
+
+
+def width_scales(config: Config, hidden: Mapping[str, int]) -> dict[str, float]:
+    """muP's factors on the learning rates of the model's weights, by name; none without muP.
+
+    Args:
+        config: the job.
+        hidden: what `hidden_matrices` returns.
+    """
+    model = config.model
+    if not is_described(model) or model.mup_base_dim is None:
+        return {}
+    scales = {}
+    for weight in own_weights(model):
+        rule = rule_name(config.optimizer, weight.name in hidden)
+        scales[weight.name] = lr_scale(model, weight, rule, hidden.get(weight.name, 1))
+    return scales
 
 
 def _valid(batch: MicroBatch) -> Tensor:

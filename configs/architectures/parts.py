@@ -35,6 +35,8 @@ class Weight:
     """Stacked experts that a token is sent to."""
     tied_to: str = ""
     """Name of the parameter that it shares the matrix with."""
+    has_fixed_rows: bool = False
+    """Whether a matrix in a block has as many rows in a model of any width."""
     is_buffer: bool = False
     """Whether it is a buffer of the model's state, in float32, and no parameter."""
 

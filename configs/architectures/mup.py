@@ -1,0 +1,115 @@
+"""Maximal update parametrization (muP): what is tuned at one width is right at others (`model.mup_base_dim`).
+
+Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466), table 8, as Keel applies it; r = dim of the base / dim:
+
+    embedding, norms, biases   initial values and learning rate as at the base width
+    head                       the same, and its input is multiplied by r
+    hidden matrices            initial standard deviation x sqrt(r), Adam's learning rate x r
+    attention                  scores are divided by head_dim, times what the base divides by, not by its square root
+
+All widths inside a block (`ffn_dim`, heads x `head_dim`, the ranks of latent attention) grow with `dim`, so the
+matrices between them are hidden ones. A router maps a width to a fixed number of experts, like a head; it has the equal
+form of table 3, without a multiplier: standard deviation and rate x r.
+
+Muon's update has a spectral norm of 0.2 sqrt(larger side) times the rate, where features change by the same amount at
+any width if it grows like sqrt(rows / columns) (Yang, Simon and Bernstein 2023, arXiv 2310.17813, condition 1). The
+rate makes up for the difference.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from configs.architectures.parts import Weight, head_dim
+
+
+def width_ratio(model: Any) -> float:
+    """The base's dim / dim; 1 without muP."""
+    return model.mup_base_dim / model.dim if model.mup_base_dim else 1.0
+
+
+def base_head_dim(model: Any) -> int:
+    """Width of a head of the base, whose attention divides scores as usual; without muP, of a head."""
+    return model.mup_base_head_dim or head_dim(model)
+
+
+def query_factor(model: Any) -> float:
+    """Factor on the queries, whose scores with the keys attention divides by the square root of head_dim.
+
+    The base's scores are divided by sqrt(query_scale) instead, those of a head f times as wide by f sqrt(query_scale).
+    """
+    base = base_head_dim(model)
+    return sqrt(head_dim(model) / (model.query_scale or base)) * (base / head_dim(model))
+
+
+def init_scale(model: Any, weight: Weight) -> float:
+    """Factor on the standard deviation of a weight's initial values."""
+    if not _is_hidden(weight):
+        return 1.0
+    return width_ratio(model) if weight.has_fixed_rows else sqrt(width_ratio(model))
+
+
+def lr_scale(model: Any, weight: Weight, rule: str, n_matrices: int = 1) -> float:
+    """Factor on a weight's learning rate.
+
+    Args:
+        model: the keys of [model].
+        weight: the weight, whole.
+        rule: name of the optimizer that updates it.
+        n_matrices: how many matrices one below the other Muon takes it for.
+    """
+    if not _is_hidden(weight):
+        return 1.0
+    ratio = width_ratio(model)
+    if rule != "muon":
+        return ratio
+    rows, columns = weight.shape[-2:]
+    of_rows = 1.0 if weight.has_fixed_rows else ratio
+    if len(weight.shape) == 2 and n_matrices > 1:  # one for each head
+        rows //= n_matrices
+        of_rows = base_head_dim(model) / head_dim(model)
+    largest = max(rows * of_rows, columns * ratio) / max(rows, columns)
+    return sqrt(ratio / of_rows * largest)
+
+
+def _is_hidden(weight: Weight) -> bool:
+    return weight.is_matrix and weight.role not in ("embedding", "head")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A factor to multiply a weight by, which then computes without muP what it computed with it."""
+
+    factor: float
+    offset: float = 0.0
+    """What a module adds to the weight before it multiplies."""
+
+    def __call__(self, weight: Any) -> Any:
+        """The folded weight, a tensor."""
+        return weight * self.factor + self.offset * (self.factor - 1)
+
+
+def folds(model: Any) -> dict[str, Fold]:
+    """The folds of an export, by the weight's name; none where they would multiply by 1.
+
+    The head's multiplier goes into its matrix, or, if that is also the embedding's, into the norm before it. The factor
+    on the queries goes into their norm, or else into what computes them.
+    """
+    return {name: fold for name, fold in _folds(model) if fold.factor != 1.0}
+
+
+def _folds(model: Any) -> Iterator[tuple[str, Fold]]:
+    offset = 1.0 if model.norm_offset else 0.0
+    output = width_ratio(model)
+    yield ("norm.weight", Fold(output, offset)) if model.tie_embeddings else ("lm_head.weight", Fold(output))
+    factor = query_factor(model) / sqrt(head_dim(model) / (model.query_scale or head_dim(model)))
+    for layer in range(model.n_layers):
+        attention = f"layers.{layer}.self_attn"
+        if model.attention == "latent":
+            yield f"{attention}.{'q_b_proj' if model.latent.query_rank else 'q_proj'}.weight", Fold(factor)
+        elif model.qk_norm != "none":
+            yield f"{attention}.q_norm.weight", Fold(factor, offset)
+        else:
+            yield f"{attention}.q_proj.weight", Fold(factor)
+            yield f"{attention}.q_proj.bias", Fold(factor)
