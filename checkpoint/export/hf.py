@@ -272,7 +272,7 @@ class _Stacks:
         self._metadata = metadata
         self._sources = sources(model)
         self._copies = copies(model)
-        self._folds = {f"model.{name}": fold for name, fold in folds(model).items()}
+        self._factors = {f"model.{name}": factor for name, factor in folds(model).items()}
         self._places = {source: name for name, members in self._sources.items() for source in members}
         self._name = ""
         self._stack = torch.empty(0)
@@ -286,7 +286,7 @@ class _Stacks:
             self._stack = torch.empty(0)  # freed before the next one is read
             tensor = read_tensor(self._checkpoint, self._metadata, name)
             if len(members) == 1:
-                return self._folds[name](tensor) if name in self._folds else tensor
+                return tensor * self._factors[name] if name in self._factors else tensor
             self._stack = tensor
         return self._stack[members.index(source)].clone()  # safetensors refuses tensors that share memory
 

@@ -17,7 +17,6 @@ rate makes up for the difference.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
@@ -77,39 +76,25 @@ def _is_hidden(weight: Weight) -> bool:
     return weight.is_matrix and weight.role not in ("embedding", "head")
 
 
-@dataclass(frozen=True)
-class Fold:
-    """A factor to multiply a weight by, which then computes without muP what it computed with it."""
-
-    factor: float
-    offset: float = 0.0
-    """What a module adds to the weight before it multiplies."""
-
-    def __call__(self, weight: Any) -> Any:
-        """The folded weight, a tensor."""
-        return weight * self.factor + self.offset * (self.factor - 1)
-
-
-def folds(model: Any) -> dict[str, Fold]:
-    """The folds of an export, by the weight's name; none where they would multiply by 1.
+def folds(model: Any) -> dict[str, float]:
+    """The factors of an export, by the weight's name: weights times these compute without muP what they do with it.
 
     The head's multiplier goes into its matrix, or, if that is also the embedding's, into the norm before it. The factor
-    on the queries goes into their norm, or else into what computes them.
+    on the queries goes into their norm, or else into what computes them. Norms with an offset would need another form;
+    no class of transformers has them without an embedding that muP refuses.
     """
-    return {name: fold for name, fold in _folds(model) if fold.factor != 1.0}
+    return {name: factor for name, factor in _folds(model) if factor != 1.0}
 
 
-def _folds(model: Any) -> Iterator[tuple[str, Fold]]:
-    offset = 1.0 if model.norm_offset else 0.0
-    output = width_ratio(model)
-    yield ("norm.weight", Fold(output, offset)) if model.tie_embeddings else ("lm_head.weight", Fold(output))
+def _folds(model: Any) -> Iterator[tuple[str, float]]:
+    yield "norm.weight" if model.tie_embeddings else "lm_head.weight", width_ratio(model)
     factor = query_factor(model) / sqrt(head_dim(model) / (model.query_scale or head_dim(model)))
     for layer in range(model.n_layers):
         attention = f"layers.{layer}.self_attn"
         if model.attention == "latent":
-            yield f"{attention}.{'q_b_proj' if model.latent.query_rank else 'q_proj'}.weight", Fold(factor)
+            yield f"{attention}.{'q_b_proj' if model.latent.query_rank else 'q_proj'}.weight", factor
         elif model.qk_norm != "none":
-            yield f"{attention}.q_norm.weight", Fold(factor, offset)
+            yield f"{attention}.q_norm.weight", factor
         else:
-            yield f"{attention}.q_proj.weight", Fold(factor)
-            yield f"{attention}.q_proj.bias", Fold(factor)
+            yield f"{attention}.q_proj.weight", factor
+            yield f"{attention}.q_proj.bias", factor

@@ -11,6 +11,9 @@ _LEFT = 46
 _TOP = 30
 _BOTTOM = 36
 _RIGHT = 8
+_TICKS = (range(1, 10), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
+"""Digits of values at an axis, from many to few."""
+_MOST_TICKS = 6
 _COLORS = ("#c7d3e3", "#9db4d3", "#7295c2", "#4a76b0", "#2a5a9a", "#123f7c")
 """Lines from light to dark: their order is that of steps, or of widths."""
 
@@ -104,11 +107,11 @@ def _panel(panel: Panel, x_label: str, span: tuple[float, float]) -> Iterator[st
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values within, of which there are few: powers of ten, or of two within a narrow span."""
-    base, factors = (10.0, (1, 2, 5)) if high - low < 1.2 else (10.0, (1,))
-    found = [f * base**n for n in range(math.floor(low), math.ceil(high) + 1) for f in factors]
-    within = [value for value in found if low <= math.log10(value) <= high]
-    return within[:: math.ceil(len(within) / 6) or 1] or [10 ** ((low + high) / 2)]
+    """Round values within, of which there are few."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    choices = [[factor * 10.0**n for n in powers for factor in factors] for factors in _TICKS]
+    found = [[y for y in choice if low <= math.log10(y) <= high] for choice in choices]
+    return next((each for each in found if 2 <= len(each) <= _MOST_TICKS), found[-1])
 
 
 def _color(number: int, n: int) -> str:
