@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "every second layer rotated": {"model.no_rope_every": 2},
     "YaRN": {"model.rope_scaling": '{kind = "yarn", factor = 4.0, original_seq_len = 16}'},
     "linear scaling": {"model.rope_scaling": '{kind = "linear", factor = 4.0}'},
-    "muP": MUP,
+    "muP": {**MUP, "optimizer.eps": 1e-4},
     "muP, latent attention, tied": {**MUP, **LATENT, "model.tie_embeddings": "true"},
     "muP, Muon, split heads, experts, further tokens": {
         **MUP,
@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, object]] = {
         "optimizer.name": "muon",
         "optimizer.split_heads": "true",
         "optimizer.weight_decay": 0.5,
+        "optimizer.eps": 1e-4,
     },
     "window": {"model.window": 5},
     "window, every third layer whole": {"model.window": 9, "model.window_pattern": 3, "model.window_rope_theta": 500},

@@ -260,7 +260,7 @@ class _AdEMAMix(torch.optim.Optimizer):
                 state["m2"] = beta3 * state.get("m2", 0.0) + (1 - beta3) * p.grad
                 state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * p.grad**2
                 mean = state["m1"] / (1 - beta1**t) + alpha * state["m2"]
-                update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + config.eps)
+                update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + group.get("eps", config.eps))
                 p -= group["lr"] * (update + _decay(config, group, p, update))
 
 
@@ -426,7 +426,11 @@ def _group_settings(job: Config, name: str, parameter: Tensor, is_muons: bool = 
     if config.weight_decay_by == "schedule":  # torch multiplies it by the group's learning rate
         decay = decay / config.lr / group.lr_scale if group.lr_scale else 0.0
     of_width = _of_width(job, name, parameter, is_muons)
-    return {"lr_scale": group.lr_scale * of_width, "weight_decay": decay / of_width}
+    settings = {"lr_scale": group.lr_scale * of_width, "weight_decay": decay / of_width}
+    base = getattr(job.model, "mup_base_dim", None)
+    if base is None or ".router." in name:
+        return settings
+    return settings | {"eps": config.eps * base / job.model.dim}
 
 
 def _of_width(job: Config, name: str, parameter: Tensor, is_muons: bool) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from checkpoint.reader import AVERAGE, OPTIMIZER
 from configs.architectures import own_weights
 from configs.architectures.llama import n_further
-from configs.architectures.mup import lr_scale
+from configs.architectures.mup import eps_scale, lr_scale
 from configs.architectures.parts import head_dim
 from configs.own_code import is_import_path
 from configs.plan import plan_of
@@ -51,6 +51,7 @@ from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
 from trainer.multi_token import FurtherLosses
 from trainer.optimizers.build import (
+    WidthScale,
     build_optimizer,
     frozen_until,
     optimizer_state,
@@ -461,8 +462,8 @@ def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
     return matrices
 
 
-def width_scales(config: Config, hidden: Mapping[str, int]) -> dict[str, float]:
-    """muP's factors on the learning rates of the model's weights, by name; none without muP.
+def width_scales(config: Config, hidden: Mapping[str, int]) -> dict[str, WidthScale]:
+    """muP's factors for the model's weights, by name; none without muP.
 
     Args:
         config: the job.
@@ -474,7 +475,8 @@ def width_scales(config: Config, hidden: Mapping[str, int]) -> dict[str, float]:
     scales = {}
     for weight in own_weights(model):
         rule = rule_name(config.optimizer, weight.name in hidden)
-        scales[weight.name] = lr_scale(model, weight, rule, hidden.get(weight.name, 1))
+        eps = None if rule == "muon" else eps_scale(model, weight)
+        scales[weight.name] = WidthScale(lr_scale(model, weight, rule, hidden.get(weight.name, 1)), eps)
     return scales
 
 

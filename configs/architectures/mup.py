@@ -11,6 +11,9 @@ All widths inside a block (`ffn_dim`, heads x `head_dim`, the ranks of latent at
 matrices between them are hidden ones. A router maps a width to a fixed number of experts, like a head; it has the equal
 form of table 3, without a multiplier: standard deviation and rate x r.
 
+Gradients are then proportional to r, but for a router's, and Adam's eps with them (the paper has none; Everett et al.
+2024, arXiv 2407.05872, section 4.3, show what an eps that they sink below does).
+
 Muon's update has a spectral norm of 0.2 sqrt(larger side) times the rate, where features change by the same amount at
 any width if it grows like sqrt(rows / columns) (Yang, Simon and Bernstein 2023, arXiv 2310.17813, condition 1). The
 rate makes up for the difference.
@@ -70,6 +73,11 @@ def lr_scale(model: Any, weight: Weight, rule: str, n_matrices: int = 1) -> floa
         of_rows = base_head_dim(model) / head_dim(model)
     largest = max(rows * of_rows, columns * ratio) / max(rows, columns)
     return sqrt(ratio / of_rows * largest)
+
+
+def eps_scale(model: Any, weight: Weight) -> float:
+    """Factor on what Adam adds to the root of a weight's second moment."""
+    return 1.0 if weight.has_fixed_rows else width_ratio(model)
 
 
 def _is_hidden(weight: Weight) -> bool:

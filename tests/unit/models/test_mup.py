@@ -18,7 +18,7 @@ from models import build_model
 from parallelisms.init import materialize
 from tests.unit.hf_support import TINY, make_model, save, skip_what_is_too_old
 from tests.unit.small_job import JOB
-from trainer.optimizers.build import build_optimizer, set_groups, set_lr
+from trainer.optimizers.build import WidthScale, build_optimizer, set_groups, set_lr
 from trainer.step import hidden_matrices, width_scales
 
 MUP = {"mup_base_dim": 8, "mup_base_head_dim": 2}
@@ -130,6 +130,11 @@ def after_a_step(tmp_path, name, weight_decay, gradient):
     file = tmp_path / "job.toml"
     keys = f'lr = 1e-2\nname = "{name}"\nweight_decay = {weight_decay}'
     file.write_text(JOB.replace("lr = 1e-3", keys).replace("dim = 64", "dim = 64\nmup_base_dim = 16"))
+    return step_of(file, gradient)
+
+
+def step_of(file, gradient):
+    """Each parameter before and after a step of a job whose gradients are all alike."""
     config = load(str(file), (), 1).config
     model = make_model(config.model, torch.float64)
     named = list(model.named_parameters())
@@ -153,6 +158,19 @@ def test_hidden_matrices_move_less(tmp_path, name):
         torch.testing.assert_close(change, torch.full_like(change, share * of_norm), rtol=1e-6, atol=0)
 
 
+def test_an_eps_above_the_gradients_takes_the_same_share_of_a_step_at_any_width(tmp_path):
+    """Gradients that are four times smaller than the base's move a matrix by what a quarter of the rate makes of it."""
+    text = JOB.replace("lr = 1e-3", "lr = 1e-2\neps = 1e-3\nweight_decay = 0.0")
+    moved = []
+    for base, gradient in ((64, 4e-3), (16, 1e-3)):
+        file = tmp_path / "job.toml"
+        file.write_text(text.replace("dim = 64", f"dim = 64\nmup_base_dim = {base}"))
+        moved.append({key: after - before for key, (before, after) in step_of(file, gradient).items()})
+    for key, change in moved[0].items():
+        share = 1 / 4 if key.startswith("layers.") and change.ndim == 2 else 1
+        torch.testing.assert_close(moved[1][key], share * change, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("name", ["adamw", "ademamix", "lion", "muon"])
 def test_a_steps_decay_does_not_depend_on_the_width(tmp_path, name):
     for before, after in after_a_step(tmp_path, name, 0.5, 0.0).values():
@@ -162,7 +180,7 @@ def test_a_steps_decay_does_not_depend_on_the_width(tmp_path, name):
 
 def test_groups_multiply_and_a_stage_keeps_the_widths_share():
     parameters = [("layers.0.a.weight", Parameter(torch.ones(2, 2))), ("norm.weight", Parameter(torch.ones(2)))]
-    scales = {"layers.0.a.weight": 0.25}
+    scales = {"layers.0.a.weight": WidthScale(lr=0.25)}
     first, second = (
         Optimizer(lr=1e-2, weight_decay=0.5, groups=[ParameterGroup(pattern="layers.*", lr_scale=scale)])
         for scale in (2.0, 3.0)
