@@ -94,7 +94,7 @@ def _panel(panel: Panel, x_label: str, span: tuple[float, float]) -> Iterator[st
         at = place(10 ** xs[0], y)[1]
         yield f'<path d="M{_LEFT} {at:.1f}H{right}" stroke="#eee"/>{_text(_LEFT - 4, at + 3, f"{y:.3g}", 9, "end")}'
     for x in xs[:: math.ceil(len(xs) / 5)]:
-        yield _text(place(10**x, 10**low)[0], bottom + 13, f"{10**x:.3g}", 9, "middle")
+        yield _text(place(10**x, 10**low)[0], bottom + 13, f"{10**x:.4g}", 9, "middle")
     yield _text((_LEFT + right) / 2, bottom + 27, x_label, 9, "middle")
     for number, line in enumerate(panel.lines):
         color = _color(number, len(panel.lines))
