@@ -6,7 +6,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -439,10 +439,6 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-_OF_HEADS = ("q_proj", "k_proj", "v_proj")
-"""The matrices of which each head has some rows."""
-
-
 def _hidden_matrices(stages: Iterable[nn.Module], config: Config) -> dict[str, int]:
     return {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
 
@@ -457,17 +453,22 @@ def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
         is_stacked = name.rpartition(".")[0] in plan.experts
         if name.startswith(in_blocks) and parameter.ndim == 2 + is_stacked:
             matrices[name] = parameter.shape[0] if is_stacked else 1
-            if split and name.split(".")[-2] in _OF_HEADS:
+            if split and _is_of_heads(name):
                 matrices[name] = parameter.shape[0] // head_dim(config.model)
     return matrices
 
 
-def width_scales(config: Config, hidden: Mapping[str, int]) -> dict[str, WidthScale]:
+def _is_of_heads(name: str) -> bool:
+    """Whether each head has some rows of a matrix."""
+    return name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+
+
+def width_scales(config: Config, hidden: Collection[str]) -> dict[str, WidthScale]:
     """muP's factors for the model's weights, by name; none without muP.
 
     Args:
         config: the job.
-        hidden: what `hidden_matrices` returns.
+        hidden: names of the matrices inside the blocks.
     """
     model = config.model
     if not is_described(model) or model.mup_base_dim is None:
@@ -476,7 +477,8 @@ def width_scales(config: Config, hidden: Mapping[str, int]) -> dict[str, WidthSc
     for weight in own_weights(model):
         rule = rule_name(config.optimizer, weight.name in hidden)
         eps = None if rule == "muon" else eps_scale(model, weight)
-        scales[weight.name] = WidthScale(lr_scale(model, weight, rule, hidden.get(weight.name, 1)), eps)
+        by_head = config.optimizer.split_heads and _is_of_heads(weight.name)
+        scales[weight.name] = WidthScale(lr_scale(model, weight, rule, by_head), eps)
     return scales
 
 

@@ -52,14 +52,14 @@ def init_scale(model: Any, weight: Weight) -> float:
     return width_ratio(model) if weight.has_fixed_rows else sqrt(width_ratio(model))
 
 
-def lr_scale(model: Any, weight: Weight, rule: str, n_matrices: int = 1) -> float:
+def lr_scale(model: Any, weight: Weight, rule: str, by_head: bool = False) -> float:
     """Factor on a weight's learning rate.
 
     Args:
         model: the keys of [model].
         weight: the weight, whole.
         rule: name of the optimizer that updates it.
-        n_matrices: how many matrices one below the other Muon takes it for.
+        by_head: whether Muon takes the rows of each head for a matrix.
     """
     if not _is_hidden(weight):
         return 1.0
@@ -68,8 +68,8 @@ def lr_scale(model: Any, weight: Weight, rule: str, n_matrices: int = 1) -> floa
         return ratio
     rows, columns = weight.shape[-2:]
     of_rows = 1.0 if weight.has_fixed_rows else ratio
-    if len(weight.shape) == 2 and n_matrices > 1:  # one for each head
-        rows //= n_matrices
+    if by_head:
+        rows = head_dim(model)
         of_rows = base_head_dim(model) / head_dim(model)
     largest = max(rows * of_rows, columns * ratio) / max(rows, columns)
     return sqrt(ratio / of_rows * largest)

@@ -99,12 +99,11 @@ WIDER = Model(dim=64, n_heads=8, ffn_dim=128, head_dim=8, mup_base_dim=16, **SIZ
 BASE = Model(dim=16, n_heads=2, ffn_dim=32, head_dim=8, mup_base_dim=16, **SIZES, **MIXTURE)
 
 
-def spectral_norm(model, weight, n_matrices):
+def spectral_norm(model, weight, by_head):
     """The norm of Muon's update at a learning rate of 1, over what a change of features by 0.2 of their size takes."""
     rows, columns = weight.shape[-2:]
-    if weight.name.endswith("proj.weight") and n_matrices > 1:
-        rows //= n_matrices
-    return lr_scale(model, weight, "muon", n_matrices) * sqrt(max(rows, columns)) / sqrt(rows / columns)
+    rows = head_dim(model) if by_head else rows
+    return lr_scale(model, weight, "muon", by_head) * sqrt(max(rows, columns)) / sqrt(rows / columns)
 
 
 @pytest.mark.parametrize("split_heads", [False, True])
@@ -115,11 +114,8 @@ def test_muons_updates_change_features_as_much_at_any_width(base, split_heads):
     for weight, before in zip(own_weights(wider), own_weights(base), strict=True):
         if not weight.name.startswith("layers.") or len(weight.shape) < 2:
             continue
-        is_split = split_heads and any(f".{each}_proj" in weight.name for each in "qkv")
-        found = [
-            spectral_norm(model, each, model.n_heads if is_split else 1)
-            for model, each in ((wider, weight), (base, before))
-        ]
+        by_head = split_heads and any(f".{each}_proj" in weight.name for each in "qkv")
+        found = [spectral_norm(model, each, by_head) for model, each in ((wider, weight), (base, before))]
         assert found[0] == pytest.approx(found[1], rel=1e-12), weight.name
         compared += 1
     assert compared == 11
