@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from configs.architectures import description_of
+from configs.architectures.llama import n_further
+from configs.architectures.mup import folds
 from configs.schema import AnyModel, Model, OwnModel, is_described
 
 
@@ -20,5 +22,10 @@ def _faults(model: Model) -> Iterator[str]:
             "head_dim"
         )
     kind = description_of(model).hf_class(model)
+    if "norm.weight" in folds(model) and n_further(model) and kind.has_further:
+        yield (
+            "the multiplier of its head (model.mup_base_dim) has no place where the head is tied to the embedding and "
+            "further tokens are predicted"
+        )
     if found := kind.differences(model):
         yield f"{kind.name} is the nearest class, and computes other models: {', '.join(found)}"

@@ -1,6 +1,5 @@
 """Causal self-attention: with grouped queries, and through compressed keys and values."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures.llama import is_rotated, window_of
+from configs.architectures.mup import query_factor
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.schema import Model
 from models.documents import NumberedDocuments, attend_near, attend_within
@@ -135,11 +135,6 @@ _LATENT_EPS = 1e-6
 def _apart(x: Tensor) -> Tensor:
     """Pairs of neighbors (a0, b0, a1, b1, ...) -> the first ones, then the second ones, as `rotate` takes them."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
-def query_factor(config: Model) -> float:
-    """Factor on the queries: `attend` divides scores by the square root of head_dim, and not of query_scale."""
-    return math.sqrt(head_dim(config) / (config.query_scale or head_dim(config)))
 
 
 def _attend_of(window: int | None) -> Attend:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from configs.architectures import init_stds, tensor_parallel_roles
 from configs.architectures.llama import ATTENTION, embedding_scale, further_block, mixer, n_further, rope_dim
+from configs.architectures.mup import width_ratio
 from configs.architectures.parts import head_dim
 from configs.plan import Initial, Plan
 from configs.schema import Model
@@ -72,6 +73,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.multi_token = nn.ModuleDict({str(i): MultiToken(config, i) for i in range(n_further(config))})
         self.embedding_scale = embedding_scale(config)
+        self.output_multiplier = width_ratio(config)
         self.rotary = RotaryEmbedding(rope_dim(config), config.rope_theta, config.rope_scaling)
         near = config.window_rope_theta
         self.window_rotary = RotaryEmbedding(rope_dim(config), near, None) if near else None
@@ -113,7 +115,7 @@ class Llama(nn.Module):
         if self.norm is None or self.lm_head is None:
             return x
         x = self.norm(x)
-        result = self.lm_head(x, loss)
+        result = self._headed(x, loss)
         if loss is None or further is None or not self.multi_token:
             return result
         carried = self._further_loss(x, further, loss, (angles, angles_near), mask)
@@ -135,7 +137,6 @@ class Llama(nn.Module):
             angles: of layers that see all tokens, and of those with a window.
             mask: as for the blocks.
         """
-        assert self.lm_head is not None
         total = torch.zeros((), device=x.device)
         for depth, module in enumerate(cast("dict[str, MultiToken]", self.multi_token).values()):
             seen = further[..., depth]
@@ -143,7 +144,7 @@ class Llama(nn.Module):
             near = bool(module.block.window)
             x, normed, load = module(x, self._embedded(seen.clamp(min=0)), *angles[near], mask)
             _record(module.block, load)
-            found = self.lm_head(normed, partial(loss, targets=targets))
+            found = self._headed(normed, partial(loss, targets=targets))
             module.record(found, targets)
             total = total + found
         return total * (self.config.multi_token.loss_weight / len(self.multi_token))
@@ -152,6 +153,10 @@ class Llama(nn.Module):
         assert self.embed_tokens is not None
         x = self.embed_tokens(tokens)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def _headed(self, x: Tensor, loss: Loss | None) -> Tensor:
+        assert self.lm_head is not None
+        return self.lm_head(x if self.output_multiplier == 1.0 else x * self.output_multiplier, loss)
 
     def _mask(self, documents: Documents, dtype: torch.dtype) -> Mask:
         if has_kernel(documents.ids.device.type, dtype, head_dim(self.config)):

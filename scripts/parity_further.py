@@ -69,5 +69,7 @@ class FurtherTokens:
             near = model.window_rotary if module.block.window else None
             angles = (near or model.rotary)(torch.arange(len(hidden))[None])
             hidden = module.block((joined @ module.eh_proj.weight.T)[None], *angles)[0][0]
-            loss = loss + total(module.norm(hidden) @ model.lm_head.weight.T, torch.tensor(labels))
+            of_width = (self.config.mup_base_dim or self.config.dim) / self.config.dim
+            logits = module.norm(hidden) @ model.lm_head.weight.T * of_width
+            loss = loss + total(logits, torch.tensor(labels))
         return loss

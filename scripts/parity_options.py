@@ -22,6 +22,7 @@ DOCUMENTS: dict[str, object] = {
     "data.document_mask": "true",
     "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
 }
+MUP: dict[str, object] = {"model.mup_base_dim": 24, "model.mup_base_head_dim": 2}
 OPTIONS: dict[str, dict[str, object]] = {
     "tied embeddings": {"model.tie_embeddings": "true"},
     "qk_norm over all heads": {"model.qk_norm": "full"},
@@ -51,6 +52,17 @@ OPTIONS: dict[str, dict[str, object]] = {
     "every second layer rotated": {"model.no_rope_every": 2},
     "YaRN": {"model.rope_scaling": '{kind = "yarn", factor = 4.0, original_seq_len = 16}'},
     "linear scaling": {"model.rope_scaling": '{kind = "linear", factor = 4.0}'},
+    "muP": {**MUP, "optimizer.eps": 1e-4},
+    "muP, latent attention, tied": {**MUP, **LATENT, "model.tie_embeddings": "true"},
+    "muP, Muon, split heads, experts, further tokens": {
+        **MUP,
+        **MOE,
+        "model.multi_token": "{depth = 1}",
+        "optimizer.name": "muon",
+        "optimizer.split_heads": "true",
+        "optimizer.weight_decay": 0.5,
+        "optimizer.eps": 1e-4,
+    },
     "window": {"model.window": 5},
     "window, every third layer whole": {"model.window": 9, "model.window_pattern": 3, "model.window_rope_theta": 500},
     "window, documents": {"model.window": 5, **DOCUMENTS},

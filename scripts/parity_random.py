@@ -108,6 +108,7 @@ def draw(seed: int, number: int) -> Draw:
     run = _with_latents(dice, run) | _groups(dice, run)
     run |= _some(dice, 0.15, {"model.multi_token": f"{{depth = {dice.choice((1, 2))}, loss_weight = 0.5}}"})
     run |= _with_states(dice, run)
+    run |= _mup(dice, run)
     # A token that sees itself alone: the gradients of queries and keys are rounding, whose sign differs with the mesh.
     if run.get("model.window") == 1 and _takes_signs(run):
         run["model.window"] = 2
@@ -200,6 +201,14 @@ def _groups(dice: random.Random, run: Keys) -> Keys:
     keys: Keys = {"model.router.n_groups": 2, "model.router.groups_per_token": 1 if enough else 2}
     keys |= {"model.router.scaling_factor": 2.5}
     return keys | _some(dice, 0.4, {"model.router.load_balance": "bias_and_auxiliary_loss"})
+
+
+def _mup(dice: random.Random, run: Keys) -> Keys:
+    """Sometimes another width for which the learning rate holds."""
+    if dice.random() > 0.2 or run.get("model.embedding_scale") == "sqrt_dim" or "model.layers" in run:
+        return {}
+    keys: Keys = {"model.mup_base_dim": dice.choice((8, 16, 30, 100))}
+    return keys | _some(dice, 0.4, {"model.mup_base_head_dim": dice.choice((1, 3, 16))})
 
 
 def _data(dice: random.Random) -> Keys:

@@ -261,7 +261,7 @@ class _AdEMAMix(torch.optim.Optimizer):
                 state["m2"] = beta3 * state.get("m2", 0.0) + (1 - beta3) * p.grad
                 state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * p.grad**2
                 mean = state["m1"] / (1 - beta1**t) + alpha * state["m2"]
-                update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + config.eps)
+                update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + group.get("eps", config.eps))
                 p -= group["lr"] * (update + _decay(config, group, p, update))
 
 
@@ -373,7 +373,7 @@ def _plain_optimizers(
     """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it, experts included."""
     config = job.optimizer
     if is_import_path(config.name):  # the user's own rule, over whole parameters
-        own = [{"params": [p], "freeze": False, **_group_settings(config, name, p)} for name, p in parameters.items()]
+        own = [{"params": [p], "freeze": False, **_group_settings(job, name, p)} for name, p in parameters.items()]
         return [rule_of(config.name)(config).build(own)]
     of_experts = tuple(f"{module}." for module in plan.experts)
     in_blocks = tuple(f"{block}." for block in (*plan.blocks, *plan.further_blocks))
@@ -385,12 +385,12 @@ def _plain_optimizers(
         for name, p in parameters.items()
     }
     groups: list[dict[str, Any]] = [
-        {"params": [p], **_group_settings(config, name, p)} for name, p in parameters.items() if not is_muons[name]
+        {"params": [p], **_group_settings(job, name, p)} for name, p in parameters.items() if not is_muons[name]
     ]
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon":
         muons = [
-            {"params": [p], "rows": _rows_of_a_head(job, n), **_group_settings(config, n, p)}
+            {"params": [p], "rows": _rows_of_a_head(job, n), **_group_settings(job, n, p, is_muons=True)}
             for n, p in parameters.items()
             if is_muons[n]
         ]
@@ -421,14 +421,41 @@ def _group_of(config: Optimizer, name: str) -> ParameterGroup:
     return groups[0] if groups else ParameterGroup(pattern="*")
 
 
-def _group_settings(config: Optimizer, name: str, parameter: Tensor) -> dict[str, float]:
+def _group_settings(job: Config, name: str, parameter: Tensor, is_muons: bool = False) -> dict[str, float]:
     """A parameter's weight decay and the factor of its learning rate."""
+    config = job.optimizer
     group = _group_of(config, name)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     decay = decay if group.weight_decay is None else group.weight_decay
     if config.weight_decay_by == "schedule":  # torch multiplies it by the group's learning rate
         decay = decay / config.lr / group.lr_scale if group.lr_scale else 0.0
-    return {"lr_scale": group.lr_scale, "weight_decay": decay}
+    of_width = _of_width(job, name, parameter, is_muons)
+    settings = {"lr_scale": group.lr_scale * of_width, "weight_decay": decay / of_width}
+    base = getattr(job.model, "mup_base_dim", None)
+    if base is None or ".router." in name:
+        return settings
+    return settings | {"eps": config.eps * base / job.model.dim}
+
+
+def _of_width(job: Config, name: str, parameter: Tensor, is_muons: bool) -> float:
+    """muP's factor on a learning rate; for Muon, the spectral norm that an update should have by the one it has."""
+    base = getattr(job.model, "mup_base_dim", None)
+    if base is None or parameter.ndim < 2 or not name.startswith(("layers.", "multi_token.")):
+        return 1.0
+    model: Any = job.model
+    ratio = base / model.dim
+    if not is_muons:
+        return ratio
+    rows, columns = parameter.shape[-2:]
+    base_rows = rows * (1 if ".router." in name else ratio)
+    if rows_of_a_head := _rows_of_a_head(job, name):
+        rows = rows_of_a_head
+        base_rows = model.mup_base_head_dim or rows
+
+    def share(rows: float, columns: float) -> float:
+        return (rows / columns / max(rows, columns)) ** 0.5
+
+    return share(rows, columns) / share(base_rows, columns * ratio)
 
 
 def _rests(config: Optimizer, name: str, step: int) -> bool:

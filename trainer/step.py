@@ -6,7 +6,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.reader import AVERAGE, OPTIMIZER
+from configs.architectures import own_weights
 from configs.architectures.llama import n_further
+from configs.architectures.mup import eps_scale, lr_scale
 from configs.architectures.parts import head_dim
 from configs.layout import buffer_factor
 from configs.own_code import is_import_path
@@ -51,9 +53,11 @@ from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
 from trainer.multi_token import FurtherLosses
 from trainer.optimizers.build import (
+    WidthScale,
     build_optimizer,
     frozen_until,
     optimizer_state,
+    rule_name,
     saved_weights,
     set_groups,
     skips_on_device,
@@ -101,7 +105,8 @@ class Learner:
         self.passes = self.make_passes(config)
         self.loss = replace(self.loss, z_loss_weight=config.training.z_loss_weight)
         self.optimizer.max_norm = config.training.max_norm
-        set_groups(self.optimizer, config.optimizer, list(self.parameters.items()), self.model_names)
+        scales = width_scales(config, _hidden_matrices(self.stages.values(), config))
+        set_groups(self.optimizer, config.optimizer, list(self.parameters.items()), self.model_names, scales)
         self.frozen_until = frozen_until(config.optimizer, self.model_names)
         for stage in self.stages.values():
             apply_load_balance(stage, self.mesh, config)
@@ -433,9 +438,11 @@ def _optimizer(
     sums = sums_of(config.training)
     seed = config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
-    hidden = {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
+    hidden = _hidden_matrices(stages, config)
+    scales = width_scales(config, hidden)
+    build = partial(build_optimizer, config.optimizer, named_parameters, hidden, later=later, width_scales=scales)
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, hidden, None, model_names, sums, seed, mesh, later)
+        return build(None, model_names, sums, seed, mesh)
     dtype = config.fsdp.owner_broadcast_dtype
 
     def assign_owners(groups: list[dict[str, Any]]) -> OwnerOptimizer:
@@ -444,8 +451,7 @@ def _optimizer(
             partition.overlap_forward(stage)
         return partition
 
-    known = (model_names, sums, seed)
-    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, *known, later=later)
+    return build(assign_owners, model_names, sums, seed)
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -456,8 +462,8 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-_OF_HEADS = ("q_proj", "k_proj", "v_proj")
-"""The matrices of which each head has some rows."""
+def _hidden_matrices(stages: Iterable[nn.Module], config: Config) -> dict[str, int]:
+    return {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
 
 
 def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
@@ -474,9 +480,33 @@ def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
         is_stacked = owner in plan.experts
         if name.startswith(in_blocks) and parameter.ndim == 2 + is_stacked and owner not in plan.recurrent:
             matrices[name] = parameter.shape[0] if is_stacked else 1
-            if split and name.split(".")[-2] in _OF_HEADS:
+            if split and _is_of_heads(name):
                 matrices[name] = parameter.shape[0] // head_dim(config.model)
     return matrices
+
+
+def _is_of_heads(name: str) -> bool:
+    """Whether each head has some rows of a matrix."""
+    return name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+
+
+def width_scales(config: Config, hidden: Collection[str]) -> dict[str, WidthScale]:
+    """muP's factors for the model's weights, by name; none without muP.
+
+    Args:
+        config: the job.
+        hidden: names of the matrices inside the blocks.
+    """
+    model = config.model
+    if not is_described(model) or model.mup_base_dim is None:
+        return {}
+    scales = {}
+    for weight in own_weights(model):
+        rule = rule_name(config.optimizer, weight.name in hidden)
+        eps = None if rule == "muon" else eps_scale(model, weight)
+        by_head = config.optimizer.split_heads and _is_of_heads(weight.name)
+        scales[weight.name] = WidthScale(lr_scale(model, weight, rule, by_head), eps)
+    return scales
 
 
 def _valid(batch: MicroBatch) -> Tensor:

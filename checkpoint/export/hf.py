@@ -55,6 +55,7 @@ from checkpoint.tensor_stream import (
 from checkpoint.verify import check_tensors
 from configs.architectures import HF_CLASSES, own_weights, stored_tensors
 from configs.architectures.llama import MultiToken
+from configs.architectures.mup import folds
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
@@ -275,6 +276,7 @@ class _Stacks:
         self._metadata = metadata
         self._sources = sources(model)
         self._copies = copies(model)
+        self._factors = {f"model.{name}": factor for name, factor in folds(model).items()}
         self._holders: dict[str, list[str]] = {}
         for name, place in self._sources.items():
             for source in place.names:
@@ -298,7 +300,8 @@ class _Stacks:
             self._stack = torch.empty(0)  # freed before the next one is read
             tensor = read_tensor(self._checkpoint, self._metadata, name)
             if len(place.names) == 1:
-                return tensor.view(place.hf_shape)
+                tensor = tensor.view(place.hf_shape)
+                return tensor * self._factors[name] if name in self._factors else tensor
             self._stack = tensor
         return self._stack[place.names.index(source)].clone()  # safetensors refuses tensors that share memory
 

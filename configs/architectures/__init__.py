@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from configs.architectures import hf, llama, own
+from configs.architectures import hf, llama, mup, own
 from configs.architectures.hf import HfKeys
 from configs.architectures.llama import FURTHER, LlamaKeys, further_block, n_further
 from configs.architectures.own import OwnKeys
@@ -88,7 +88,8 @@ def _std(model: LlamaKeys, weight: Weight) -> Initial:
         return None
     if weight.start == "zeros":
         return 0.0
+    std = model.init_std * mup.init_scale(model, weight)
     if weight.start == "normal":
-        return model.init_std
+        return std
     layer = int(weight.name.split(".")[1]) + (model.n_layers if weight.name.startswith(FURTHER) else 0)
-    return model.init_std / math.sqrt(2 * (layer + 1))
+    return std / math.sqrt(2 * (layer + 1))

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from math import sqrt
+from math import ceil, sqrt
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer
 
 from configs.architectures.llama_hf import HF_CLASSES, name_of_experts, name_of_router, name_of_shared
+from configs.architectures.mup import base_head_dim
 from configs.architectures.parts import HfClass, Start, Weight, head_dim, n_kv_heads, small_size
 from configs.only_with import only_with
+from configs.own_code import is_import_path
 from configs.plan import TensorRole
 from configs.table import NonNegativeInt, PositiveFloat, PositiveInt, Table
 
@@ -202,6 +204,11 @@ class LlamaKeys(Table):
     """Share one matrix between the embedding and the output head."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights, before scaling by depth."""
+    mup_base_dim: PositiveInt | None = None
+    """Width (dim) of the model for which lr and init_std were tuned, which muP makes right for this dim, too
+    (docs/mup.md); default: no muP."""
+    mup_base_head_dim: Annotated[PositiveInt | None, only_with("mup_base_dim")] = None
+    """Width of one head of that model; default: head_dim, so that wider models have more heads."""
 
 
 def n_further(model: object) -> int:
@@ -319,6 +326,7 @@ def computed(model: LlamaKeys) -> dict[str, Any]:
     experts = values.pop("router") if model.n_experts else {}
     values.pop("multi_token")  # whose modules take no part in the main model's output
     values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
+    values |= {"mup_base_dim": model.mup_base_dim or model.dim, "mup_base_head_dim": base_head_dim(model)}
     values |= {f"router.{key}": value for key, value in experts.items()}
     return {key: value for key, value in values.items() if key not in _NOT_COMPUTED}
 
@@ -333,6 +341,7 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
     yield from _delta_and_context(config)
     yield from _window_and_machine(config)
     yield from _further_and_length(config)
+    yield from _mup(config)
 
 
 def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -515,6 +524,29 @@ def _further_and_length(config: Any) -> Iterator[tuple[str, str]]:
         )
 
 
+def _mup(config: Any) -> Iterator[tuple[str, str]]:
+    model = config.model
+    if model.mup_base_dim is None:
+        return
+    if "delta" in model.layers:
+        yield (
+            "model.mup_base_dim",
+            'no published muP has layers of kind "delta" (model.layers), and so nothing to check one against; leave it out',
+        )
+    if model.embedding_scale == "sqrt_dim":
+        yield (
+            "model.embedding_scale",
+            "sqrt_dim grows with dim, and muP (model.mup_base_dim) keeps the embeddings' scale; set the base's, "
+            f"embedding_scale = {sqrt(model.mup_base_dim):.6g}",
+        )
+    if is_import_path(config.optimizer.name):
+        yield (
+            "model.mup_base_dim",
+            f"muP must know how updates grow with the width, which Keel does not know of {config.optimizer.name}; take "
+            "another optimizer, or leave mup_base_dim out and scale the learning rates by optimizer.groups",
+        )
+
+
 def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
     """What cannot compute a window."""
     if config.model.window is None:
@@ -660,7 +692,8 @@ def _experts(model: LlamaKeys) -> Iterator[Weight]:
     """A router and its experts; then the shared experts, side by side in one feed-forward."""
     n = model.n_experts or 0
     kind = hf_class(model)
-    yield Weight("mlp.router.weight", (n, model.dim), "replicated_partial_grad", hf=name_of_router(kind))
+    router = name_of_router(kind)
+    yield Weight("mlp.router.weight", (n, model.dim), "replicated_partial_grad", hf=router, has_fixed_rows=True)
     for matrix in _feed_forward(model, "mlp.experts", expert_dim(model), ("part_column", "part_row")):
         name = matrix.name.removesuffix(".weight")
         yield replace(
@@ -675,7 +708,7 @@ def _experts(model: LlamaKeys) -> Iterator[Weight]:
         for matrix in _feed_forward(model, "mlp.shared_experts", width, ("part_column", "part_row")):
             yield replace(matrix, hf=name_of_shared(kind, matrix.name))
     if model.shared_expert_gate:
-        yield Weight("mlp.shared_expert_gate.weight", (1, model.dim), "replicated_partial_grad")
+        yield Weight("mlp.shared_expert_gate.weight", (1, model.dim), "replicated_partial_grad", has_fixed_rows=True)
 
 
 def around(model: LlamaKeys, layer: int) -> dict[str, TensorRole]:
@@ -760,6 +793,10 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
     if "delta" in model.layers:
         keys["layers"] = list(model.layers if len(model.layers) <= n_layers else dict.fromkeys(model.layers))
         keys["delta"] = _small_delta(model.delta, ranks)
+    if model.mup_base_dim:
+        keys["mup_base_dim"] = ceil(model.mup_base_dim * dim / model.dim)
+    if model.mup_base_head_dim:
+        keys["mup_base_head_dim"] = ceil(model.mup_base_head_dim * _SMALL_HEAD / head_dim(model))
     if model.window:
         keys["window"] = min(model.window, _SMALL_WINDOW)
         keys["window_pattern"] = min(model.window_pattern, max(2, n_layers))

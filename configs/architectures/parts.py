@@ -41,6 +41,8 @@ class Weight:
     other weights of the same `hf`, in their order; 0: the tensor is this weight alone."""
     is_filter: bool = False
     """Whether it has a channel's filter in each row, which Hugging Face's format has as (channels, 1, kernel)."""
+    has_fixed_rows: bool = False
+    """Whether a matrix in a block has as many rows in a model of any width."""
     is_buffer: bool = False
     """Whether it is a buffer of the model's state, in float32, and no parameter."""
 

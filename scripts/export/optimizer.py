@@ -35,16 +35,17 @@ from checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from checkpoint.staging import free_memory
 from checkpoint.tensor_stream import Counter, Progress, entry_of, n_bytes, read_part, read_tensor
 from checkpoint.verify import check_tensors
+from configs.architectures.mup import folds
 from configs.errors import UserError
 from configs.files import synced
 from configs.plan import plan_of
 from configs.reading.removed import without_removed
 from configs.run_stages import RunStage, border_of
-from configs.schema import Config
+from configs.schema import Config, is_described
 from models import build_model
 from trainer.lr_schedule import learning_rate_of
 from trainer.optimizers.build import plain_optimizers, set_lr
-from trainer.step import hidden_matrices
+from trainer.step import hidden_matrices, width_scales
 
 StateDict = Mapping[str, Any]
 """The result of an optimizer's `state_dict`."""
@@ -133,12 +134,19 @@ def _described_optimizers(
     except ValidationError:
         raise UserError(f"{checkpoint} holds only a model's weights, no job to continue") from None
     stage = RunStage(border_of(manifest.config, manifest.step), config)
+    if is_described(config.model) and folds(config.model):
+        raise UserError(
+            f"{checkpoint}: the optimizer's state can't be exported with muP (model.mup_base_dim): it is of weights "
+            "without the multipliers that an exported model has in them"
+        )
     n_tensors = len(metadata.state_dict_metadata)
     if config.model.n_layers > n_tensors:  # building that many might never end
         raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, but holds only {n_tensors} tensors")
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
-        optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model, config))
+        hidden = hidden_matrices(model, config)
+        scales = width_scales(config, hidden)
+        optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden, scales)
     for optimizer in optimizers.values():
         set_lr(optimizer, learning_rate_of(stage, manifest.step + 1))
     of_experts = tuple(f"{module}." for module in plan_of(model).experts)

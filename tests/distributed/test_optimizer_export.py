@@ -210,3 +210,6 @@ def test_what_cannot_be_exported(ranks, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main([*words, "--verify", "size"]) == 1
     assert "exists; name another folder" in capsys.readouterr().err
+    wider = train(ranks, 1, tmp_path / "wider", "--model.mup_base_dim 16", last=1)
+    assert main([str(wider), str(tmp_path / "other"), "--optimizer"]) == 1
+    assert "can't be exported with muP (model.mup_base_dim)" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ from trainer.optimizers.training import JoinedOptimizer, OwnerOptimizer, Trainin
 
 _REST = ParameterGroup(pattern="*")
 
+
+class WidthScale(NamedTuple):
+    """muP's factors on what the optimizer does to a parameter."""
+
+    lr: float = 1.0
+    """The factor on the learning rate, which leaves the decay as it is."""
+    eps: float | None = None
+    """The factor on eps; None: the optimizer has an eps of its own."""
+
+
 Partition = Callable[[list[dict[str, Any]]], OwnerOptimizer]
 """Distributes parameter groups over owners (see `OwnerPartition`)."""
 
@@ -36,6 +46,7 @@ def build_optimizer(
     seed: int = 0,
     mesh: Mesh | None = None,
     later: Sequence[Optimizer] = (),
+    width_scales: Mapping[str, WidthScale] | None = None,
 ) -> TrainingOptimizer:
     """Build the optimizer that the config names, with its state, all zero.
 
@@ -51,6 +62,7 @@ def build_optimizer(
         seed: the run's, by which moments in bfloat16 are rounded.
         mesh: the ranks that hold the parameters' parts; None: this rank holds them whole.
         later: the configs of the run's other stages, for `set_groups`.
+        width_scales: muP's factors, by name; None: all are 1.
 
     Raises:
         ConfigError: a group's pattern selects no parameter.
@@ -58,7 +70,7 @@ def build_optimizer(
     is_keyed = config.moments_dtype == "bfloat16"
     keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
     stacked = hidden_matrices or {}
-    groups = _groups(config, named_parameters, stacked, model_names, later)
+    groups = _groups(config, named_parameters, stacked, model_names, later, width_scales or {})
     parts_on = mesh if partition is None else None
     rules = {name: rule_of(name)(config, sums, keys, stacked, parts_on) for name in groups}
     optimizer: TrainingOptimizer
@@ -73,10 +85,13 @@ def build_optimizer(
 
 
 def plain_optimizers(
-    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], hidden_matrices: Mapping[str, int]
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    hidden_matrices: Mapping[str, int],
+    width_scales: Mapping[str, WidthScale],
 ) -> dict[str, TorchOptimizer]:
     """Build the plain torch optimizers, by name (with Muon, "muon" and "adamw"), that equal `build_optimizer`'s."""
-    groups = _groups(config, named_parameters, hidden_matrices, model_names=())
+    groups = _groups(config, named_parameters, hidden_matrices, (), (), width_scales)
     return {name: rule_of(name)(config, stacked=hidden_matrices).build(members) for name, members in groups.items()}
 
 
@@ -91,11 +106,12 @@ def _groups(
     named_parameters: Sequence[tuple[str, Parameter]],
     hidden_matrices: Collection[str],
     model_names: Sequence[str],
-    later: Sequence[Optimizer] = (),
+    later: Sequence[Optimizer],
+    width_scales: Mapping[str, WidthScale],
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the parameter groups of each optimizer, by its name; members of a group are alike in `later`, too."""
-    values = _values(config, named_parameters, model_names)
-    of_stages = [values, *(_values(each, named_parameters, model_names) for each in later)]
+    values = _values(config, named_parameters, model_names, width_scales)
+    of_stages = [values, *(_values(each, named_parameters, model_names, width_scales) for each in later)]
     members: dict[tuple, list[tuple[str, Parameter]]] = {}
     for name, parameter in named_parameters:
         rule = rule_name(config, name in hidden_matrices)
@@ -108,19 +124,27 @@ def _groups(
 
 
 def _values(
-    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], model_names: Sequence[str]
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    model_names: Sequence[str],
+    width_scales: Mapping[str, WidthScale],
 ) -> dict[str, dict[str, Any]]:
     """The values of each parameter's group, by the parameter's name."""
     settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
-    values = {}
+    values: dict[str, dict[str, Any]] = {}
     for name, parameter in named_parameters:
         decay = settings[name].weight_decay
         if decay is None:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-        scale = settings[name].lr_scale
-        if config.weight_decay_by == "schedule" and config.lr * scale > 0:  # optimizers multiply by the group's rate
+        of_width = width_scales.get(name, WidthScale())
+        scale = settings[name].lr_scale * of_width.lr
+        if config.weight_decay_by == "lr":  # optimizers multiply by the group's rate
+            decay /= of_width.lr
+        elif config.lr * scale > 0:
             decay /= config.lr * scale
         values[name] = {"weight_decay": decay, "lr_scale": scale, "freeze": settings[name].freeze}
+        if of_width.eps is not None:
+            values[name]["eps"] = config.eps * of_width.eps
     return values
 
 
@@ -129,9 +153,10 @@ def set_groups(
     config: Optimizer,
     named_parameters: Sequence[tuple[str, Parameter]],
     model_names: Sequence[str],
+    width_scales: Mapping[str, WidthScale],
 ) -> None:
     """Give the groups of an optimizer the values of another stage, which `build_optimizer` was told as `later`."""
-    values = _values(config, named_parameters, model_names)
+    values = _values(config, named_parameters, model_names, width_scales)
     names = {parameter: name for name, parameter in named_parameters}
     for group in optimizer.param_groups:
         group.update(values[names[group["params"][0]]])

@@ -48,6 +48,12 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         ),
         ("model.n_kv_heads=3", "--model.n_kv_heads: n_heads 4 is not divisible by n_kv_heads 3 (4 / 3 = 1.33)"),
         (
+            "model.mup_base_dim=16 model.embedding_scale=sqrt_dim",
+            "--model.embedding_scale: sqrt_dim grows with dim, and muP (model.mup_base_dim) keeps the embeddings' "
+            "scale; set the base's, embedding_scale = 4",
+        ),
+        ("model.mup_base_head_dim=8", "model.mup_base_head_dim does nothing without mup_base_dim"),
+        (
             "model.rope_scaling={factor=8.0,low_freq_factor=4.0}",
             "high_freq_factor 4.0 must be above low_freq_factor 4.0",
         ),

@@ -1,0 +1,213 @@
+"""Show whether what is tuned at one width holds at others: scripts/coordinates.py JOB --dims LIST [--rates LIST]
+
+    python scripts/coordinates.py debug.toml --dims 64,128,256,512,1024
+    python scripts/coordinates.py debug.toml --dims 64,128,256 --rates 1e-3,2e-3,4e-3,8e-3
+
+The first trains the job for a few steps at each width, and shows how the mean size of its activations grows with the
+width. The second trains it to its end at each width with each learning rate, and shows which rate is best. Both do so
+with muP, whose base is model.mup_base_dim or else the job's dim, and without it, in this process, and draw a picture.
+Keys of the job (--table.key VALUE) make it small enough. docs/mup.md has both pictures of debug.toml.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
+
+from configs.files import write_atomically
+from configs.load import LoadedConfig, find_job_file, load
+from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
+from scripts.widths.picture import Line, Panel, picture
+from scripts.widths.widen import widened
+from trainer.report.console import Console
+
+if TYPE_CHECKING:
+    from parallelisms.mesh import Mesh
+
+FORMS = {False: "without muP", True: "with muP"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(own)
+
+    def work(console: Console) -> None:
+        job = job_of(options)
+        find_job_file(job)  # a wrong path costs no import of torch
+        for dim in options.dims:  # nor does a width that the job can't have
+            widened(job, overrides, dim, with_mup=True)
+        loaded = load(job, overrides, 1)
+        found, lines, drawn = _in_one_process(
+            loaded, console, lambda mesh: (_sweep if options.rates else _check)(options, job, overrides, mesh, console)
+        )
+        for line in lines:
+            console.line(line)
+        kind = "rates" if options.rates else "coordinates"
+        output = options.output or Path("runs") / f"{kind}-{loaded.config.job.name}.svg"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, [drawn])
+        console.line(f"wrote {output}")
+        if options.json:
+            write_atomically(options.json, [json.dumps(found, indent=2) + "\n"])
+
+    return run_command(work, "stopped; nothing is kept")
+
+
+Found = tuple[dict[str, Any], list[str], str]
+"""The figures for --json, the lines to print, and the picture."""
+
+
+def _in_one_process(job: LoadedConfig, console: Console, measure: "Callable[[Mesh], Found]") -> Found:
+    """Prepare the job's data, as its first launch would, and measure on a mesh of one rank."""
+    import torch.distributed as dist
+
+    from configs.layout import mesh_sizes
+    from parallelisms.mesh import build_mesh, start_process_group
+    from trainer.guards.environment import device_type
+    from trainer.lifecycle import StopRequest
+    from trainer.numerics import set_numerics
+    from trainer.preparation import prepare_data, require_inputs
+
+    require_inputs(job)
+    prepare_data(job.config, console, StopRequest())
+    kind = device_type(job)
+    set_numerics(job.config.training, kind)
+    device = start_process_group(kind, job.config.job.timeout_seconds)
+    try:
+        return measure(build_mesh(mesh_sizes(job.config, 1), device))
+    finally:
+        dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------- activations
+
+
+def _check(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh: "Mesh", console: Console) -> Found:
+    """The sizes of activations at each width."""
+    from scripts.widths.measure import KINDS, activation_sizes
+
+    sizes: dict[bool, dict[int, list[dict[str, float]]]] = {form: {} for form in FORMS}
+    for with_mup, name in FORMS.items():
+        for dim in options.dims:
+            config = widened(job, overrides, dim, with_mup).config
+            sizes[with_mup][dim] = activation_sizes(config, mesh, options.steps)
+            console.line(f"{name}, dim {dim}: done")
+    growth = {
+        name: {kind: _slope({dim: each[-1][kind] for dim, each in sizes[form].items()}) for kind in KINDS}
+        for form, name in FORMS.items()
+    }
+    lines = ["", f"growth of mean |activation| after {options.steps} steps, as a power of the width:", ""]
+    lines.append(f"{'':18}" + "".join(f"{name:>14}" for name in growth))
+    lines += [f"{kind:18}" + "".join(f"{each[kind]:>+14.2f}" for each in growth.values()) for kind in KINDS]
+    rows = [
+        [
+            Panel(
+                f"{kind}, {FORMS[form]}",
+                [
+                    Line(f"{step} steps", [(dim, each[step][kind]) for dim, each in sizes[form].items()])
+                    for step in range(options.steps + 1)
+                ],
+            )
+            for kind in KINDS
+        ]
+        for form in FORMS
+    ]
+    figures = {"steps": options.steps, "growth": growth, "sizes": {FORMS[form]: each for form, each in sizes.items()}}
+    return figures, lines, picture("Mean |activation| by width, before and after each step", "dim", rows)
+
+
+def _slope(by_dim: Mapping[int, float]) -> float:
+    """The power of the width that fits best (least squares of logarithms)."""
+    xs = [math.log(dim) for dim in by_dim]
+    ys = [math.log(size) for size in by_dim.values()]
+    x_mean = sum(xs) / len(xs)
+    return sum((x - x_mean) * y for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
+
+
+# --------------------------------------------------------------------------- learning rates
+
+
+def _sweep(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh: "Mesh", console: Console) -> Found:
+    """The final loss at each width with each learning rate."""
+    from scripts.widths.measure import final_loss
+
+    losses: dict[str, dict[int, dict[float, float]]] = {}
+    lines = ["", "mean loss of the last tenth of the steps, by learning rate:"]
+    for with_mup, name in FORMS.items():
+        losses[name] = {}
+        lines += ["", f"{name:14}" + "".join(f"{rate:>10.2g}" for rate in options.rates) + "      best"]
+        for dim in options.dims:
+            found = losses[name][dim] = {}
+            for rate in options.rates:
+                words = (*overrides, "--optimizer.lr", repr(rate))
+                found[rate] = final_loss(widened(job, words, dim, with_mup).config, mesh)
+                console.line(f"{name}, dim {dim}, lr {rate:g}: {found[rate]:.4f}")
+            numbers = "".join(f"{loss:>10.4f}" for loss in found.values())
+            lines.append(f"{f'dim {dim}':14}{numbers}{_best(found):>10.2g}")
+    panels = [
+        Panel(name, [Line(f"dim {dim}", list(found.items()), _best(found)) for dim, found in by_dim.items()])
+        for name, by_dim in losses.items()
+    ]
+    figures = {"losses": losses, "best": {n: {d: _best(f) for d, f in by_dim.items()} for n, by_dim in losses.items()}}
+    drawn = picture("Final loss by learning rate; a dot is the best", "learning rate", [panels], same_y=True)
+    return figures, lines, drawn
+
+
+def _best(losses: Mapping[float, float]) -> float:
+    """The learning rate with the least loss."""
+    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__, keeps_lines=True)
+    add_job_argument(parser)
+    add = parser.add_argument
+    add(
+        "--dims",
+        type=_list_of(positive, "widths: 64,128,256"),
+        required=True,
+        metavar="LIST",
+        help="widths (model.dim)",
+    )
+    add("--steps", type=positive, default=5, metavar="N", help="steps before the sizes are compared (default: 5)")
+    rates = _list_of(_rate, "learning rates: 1e-3,2e-3")
+    add("--rates", type=rates, metavar="LIST", help="compare these learning rates at each width instead")
+    add("--output", type=Path, metavar="FILE", help="the picture, SVG (default: in runs/)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return parser
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < math.inf:
+        raise ValueError
+    return rate
+
+
+def _list_of(kind: Callable[[str], Any], what: str) -> Callable[[str], list[Any]]:
+    """A parser of two or more different values, sorted."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            values = sorted({kind(part) for part in text.split(",")})
+        except (ValueError, argparse.ArgumentTypeError):
+            values = []
+        if len(values) < 2:
+            raise argparse.ArgumentTypeError(f'expected two or more {what}; got "{text}"')
+        return values
+
+    return parse
+
+
+if __name__ == "__main__":
+    end(main)

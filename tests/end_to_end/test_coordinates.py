@@ -1,0 +1,79 @@
+"""`keel coordinates`: what grows with the width without muP and not with it, the picture, and what is refused."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from scripts import coordinates
+from tests.end_to_end.launch import TINY
+
+JOB = (str(TINY), "--model.n_kv_heads", "4", "--model.head_dim", "8", "--lr_schedule.warmup_steps", "0")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys, *words):
+    """Exit code, and what is printed."""
+    code = coordinates.main(words)
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+@pytest.mark.slow
+def test_activations_grow_without_mup_only(capsys, tmp_path):
+    words = ("--dims", "32,64,128,256", "--steps", "2", "--model.init_std", "0.05")
+    code, printed = run(capsys, *JOB, *words, "--json", "found.json", "--output", "pictures/found.svg")
+    assert code == 0, printed
+    growth = json.loads((tmp_path / "found.json").read_text())["growth"]
+    for kind in ("attention scores", "attention", "feed-forward", "last block"):
+        assert growth["without muP"][kind] > 0.9, growth
+        assert abs(growth["with muP"][kind]) < 0.25, growth
+    assert f"{growth['without muP']['attention']:+.2f}" in printed
+    drawn = ET.parse(tmp_path / "pictures" / "found.svg").getroot()
+    lines = drawn.findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2 * 6 * 3  # forms, kinds, and 0 to 2 steps
+    assert {len(line.get("points").split()) for line in lines} == {4}
+
+
+@pytest.mark.slow
+def test_rates_are_compared_at_each_width(capsys, tmp_path):
+    words = ("--dims", "16,32", "--rates", "1e-2,1e-4", "--training.steps", "10", "--json", "found.json")
+    code, printed = run(capsys, *JOB, *words)
+    assert code == 0, printed
+    assert "wrote runs/rates-tiny.svg" in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    losses = found["losses"]
+    assert losses["with muP"]["32"] == losses["without muP"]["32"]  # the job's own width is the base
+    assert losses["with muP"]["16"] != losses["without muP"]["16"]
+    for form, by_dim in losses.items():
+        assert list(by_dim["16"]) == ["0.0001", "0.01"]
+        assert all(found["best"][form][dim] == float(min(each, key=each.get)) for dim, each in by_dim.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--dims", "16,24"),
+            "at dim 24, 3/4 of the job's 32, model.n_kv_heads 2 would be 1.50; take other",
+        ),
+        (("--dims", "32,48", "--model.n_kv_heads", "4", "--model.ffn_dim", "63"), "model.ffn_dim 63 would be 94.50"),
+        (("--dims", "16,64", "--model.embedding_scale", "sqrt_dim"), "sqrt_dim grows with dim"),
+        (("--dims", "16,64", "--model.n_layers", "0"), "model.n_layers"),
+    ],
+)
+def test_a_width_that_can_not_be_is_refused(capsys, words, message):
+    code, printed = run(capsys, str(TINY), *words)
+    assert code == 78
+    assert message in printed
+
+
+@pytest.mark.parametrize("words", [("--dims", "16"), ("--dims", "16,x"), ("--dims", "16,32", "--rates", "1e-3,-1")])
+def test_a_list_is_of_two_or_more_numbers(capsys, words):
+    with pytest.raises(SystemExit):
+        coordinates.main((str(TINY), *words))
+    assert "expected two or more" in capsys.readouterr().err
