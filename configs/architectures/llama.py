@@ -531,7 +531,7 @@ def _mup(config: Any) -> Iterator[tuple[str, str]]:
     if "delta" in model.layers:
         yield (
             "model.mup_base_dim",
-            'no published muP has layers of kind "delta" (model.layers), and so nothing to check one against; leave it out',
+            'no published muP has layers of kind "delta" (model.layers), to check one by; leave it out',
         )
     if model.embedding_scale == "sqrt_dim":
         yield (
