@@ -485,6 +485,13 @@ def test_the_command_line(tmp_path, tokenizer, capsys):
     assert content(tmp_path / "out") == content(tmp_path / "one")
 
 
+def test_without_ray_one_line_says_how_to_get_it(tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = [*write_corpus(tmp_path), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+    assert prepare_data([*words, "--ray", "auto"]) == 1
+    assert "--ray: shards as tasks of Ray need the package ray; install it: pip install ray" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["2/2", "0/0", "-1/2", "1", "1/65537", "a/b", "1/2/3"])
 def test_a_shard_that_cannot_be_is_refused(text, capsys):
     with pytest.raises(SystemExit):

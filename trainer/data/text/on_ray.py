@@ -34,7 +34,7 @@ def make_shares_on_ray(call: Call, address: str) -> None:
         UserError: Ray is not installed, or has no cluster there; or as `make_share`.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody was asked
-    ray = import_package("ray", "--ray does")
+    ray = import_package("ray", "--ray: shards as tasks of Ray")
     call.progress(0, None, f"looking for Ray at {address}")
     if address != "auto":
         _require_open(address)
