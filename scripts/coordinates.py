@@ -169,7 +169,7 @@ def _best(losses: Mapping[float, float]) -> float:
 
 
 def _optimum(losses: Mapping[float, float]) -> float:
-    """The least point of a parabola, over the logarithm of the rate, through the best and its neighbors; else the best."""
+    """The least point of a parabola through the best and its neighbors, by the rate's logarithm; else the best."""
     rates = list(losses)
     place = rates.index(_best(losses))
     around = rates[max(0, place - 1) : place + 2]
