@@ -11,7 +11,7 @@ _LEFT = 46
 _TOP = 30
 _BOTTOM = 36
 _RIGHT = 8
-_TICKS = (
+_TICKS: tuple[Sequence[float], ...] = (
     [n / 10 for n in range(10, 100)],
     [n / 5 for n in range(5, 50)],
     range(1, 10),
