@@ -423,7 +423,7 @@ class Expert(Table):
 
     exchange: Literal["uneven", "buffers"] = "uneven"
     """uneven: as many rows as there are, for which the host waits in each layer; buffers: of one size, no waiting."""
-    buffer_factor: Annotated[float, Field(ge=1), only_with("exchange", "buffers", EXAMPLE)] = 2.0
+    buffer_factor: Annotated[float, Field(ge=1), only_with("exchange", "buffers")] = 2.0
     """Size of a buffer over that of an even load. A step for which one is too small is computed again by uneven."""
 
 

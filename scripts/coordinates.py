@@ -150,12 +150,15 @@ def _sweep(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
                 found[rate] = final_loss(widened(job, words, dim, with_mup).config, mesh)
                 console.line(f"{name}, dim {dim}, lr {rate:g}: {found[rate]:.4f}")
             numbers = "".join(f"{loss:>10.4f}" for loss in found.values())
-            lines.append(f"{f'dim {dim}':14}{numbers}{_best(found):>10.2g}")
+            lines.append(f"{f'dim {dim}':14}{numbers}{_optimum(found):>10.2g}")
     panels = [
         Panel(name, [Line(f"dim {dim}", list(found.items()), _best(found)) for dim, found in by_dim.items()])
         for name, by_dim in losses.items()
     ]
-    figures = {"losses": losses, "best": {n: {d: _best(f) for d, f in by_dim.items()} for n, by_dim in losses.items()}}
+    figures = {
+        "losses": losses,
+        "best": {n: {d: _optimum(f) for d, f in by_dim.items()} for n, by_dim in losses.items()},
+    }
     drawn = picture("Final loss by learning rate; a dot is the best", "learning rate", [panels], same_y=True)
     return figures, lines, drawn
 
@@ -163,6 +166,21 @@ def _sweep(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
 def _best(losses: Mapping[float, float]) -> float:
     """The learning rate with the least loss."""
     return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
+def _optimum(losses: Mapping[float, float]) -> float:
+    """The least point of a parabola through the best and its neighbors, by the rate's logarithm; else the best."""
+    rates = list(losses)
+    place = rates.index(_best(losses))
+    around = rates[max(0, place - 1) : place + 2]
+    ys = [losses[rate] for rate in around]
+    if len(around) < 3 or not all(map(math.isfinite, ys)):
+        return rates[place]
+    left, x, right = map(math.log, around)
+    weights = ((x - left) * (ys[1] - ys[2]), (x - right) * (ys[1] - ys[0]))
+    if weights[0] == weights[1]:
+        return rates[place]
+    return math.exp(x - ((x - left) * weights[0] - (x - right) * weights[1]) / (2 * (weights[0] - weights[1])))
 
 
 # --------------------------------------------------------------------------- command line

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer
 
 from configs.architectures.llama_hf import HF_CLASSES, name_of_experts, name_of_router, name_of_shared
-from configs.architectures.mup import base_head_dim
 from configs.architectures.parts import HfClass, Start, Weight, head_dim, n_kv_heads, small_size
 from configs.only_with import only_with
 from configs.own_code import is_import_path
@@ -320,13 +319,17 @@ _NOT_COMPUTED = {"init_std", "router.auxiliary_loss_weight", "router.bias_update
 """Keys that matter while the model is trained, not for what it computes from given weights."""
 
 
+_BASE = {"mup_base_dim": "dim", "mup_base_head_dim": "head_dim"}
+"""Keys of a width of muP's base, and of the same width of the model."""
+
+
 def computed(model: LlamaKeys) -> dict[str, Any]:
     """The keys that decide the model's output for given weights, with the values that apply."""
     values = model.model_dump()
     experts = values.pop("router") if model.n_experts else {}
     values.pop("multi_token")  # whose modules take no part in the main model's output
     values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
-    values |= {"mup_base_dim": model.mup_base_dim or model.dim, "mup_base_head_dim": base_head_dim(model)}
+    values |= {key: None for key, size in _BASE.items() if values[key] == values[size]}  # the base computes as without
     values |= {f"router.{key}": value for key, value in experts.items()}
     return {key: value for key, value in values.items() if key not in _NOT_COMPUTED}
 

@@ -11,7 +11,15 @@ _LEFT = 46
 _TOP = 30
 _BOTTOM = 36
 _RIGHT = 8
-_TICKS = (range(1, 10), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
+_TICKS: tuple[Sequence[float], ...] = (
+    [n / 10 for n in range(10, 100)],
+    [n / 5 for n in range(5, 50)],
+    range(1, 10),
+    (1, 1.5, 2, 3, 5, 7),
+    (1, 2, 5),
+    (1, 3),
+    (1,),
+)
 """Digits of values at an axis, from many to few."""
 _MOST_TICKS = 6
 _COLORS = ("#c7d3e3", "#9db4d3", "#7295c2", "#4a76b0", "#2a5a9a", "#123f7c")
@@ -50,10 +58,10 @@ def picture(title: str, x_label: str, rows: Sequence[Sequence[Panel]], same_y: b
     width = columns * _WIDTH + 100
     height = 34 + len(rows) * _HEIGHT
     parts = [_text(8, 18, title, 13, weight="bold")]
-    everywhere = _span(panel for row in rows for panel in row)
+    everywhere = _span((panel for row in rows for panel in row), 1.1)
     for number, row in enumerate(rows):
         for column, panel in enumerate(row):
-            span = everywhere if same_y else _span(other[column] for other in rows if column < len(other))
+            span = everywhere if same_y else _span((other[column] for other in rows), 2)
             parts.append(f'<g transform="translate({column * _WIDTH} {28 + number * _HEIGHT})">')
             parts += [*_panel(panel, x_label, span), "</g>"]
     lines = rows[0][0].lines
@@ -68,12 +76,12 @@ def picture(title: str, x_label: str, rows: Sequence[Sequence[Panel]], same_y: b
     )
 
 
-def _span(panels: Iterator[Panel]) -> tuple[float, float]:
-    """The least and the largest y, as logarithms; at least a factor of two apart."""
+def _span(panels: Iterator[Panel], apart: float) -> tuple[float, float]:
+    """The least and the largest y, as logarithms; at least a factor `apart`."""
     values = [math.log10(y) for panel in panels for line in panel.lines for _, y in line.points if math.isfinite(y)]
     low = min(values, default=0.0)
     high = max(values, default=0.0)
-    more = max(0.0, math.log10(2) - (high - low)) / 2 + 0.04 * (high - low)
+    more = max(0.0, math.log10(apart) - (high - low)) / 2 + 0.04 * (high - low)
     return low - more, high + more
 
 

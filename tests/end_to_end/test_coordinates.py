@@ -1,6 +1,7 @@
 """`keel coordinates`: what grows with the width without muP and not with it, the picture, and what is refused."""
 
 import json
+import math
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -77,3 +78,11 @@ def test_a_list_is_of_two_or_more_numbers(capsys, words):
     with pytest.raises(SystemExit):
         coordinates.main((str(TINY), *words))
     assert "expected two or more" in capsys.readouterr().err
+
+
+def test_the_best_rate_is_that_of_a_parabola_unless_it_is_the_first_or_last():
+    wanted = 3e-3
+    losses = {rate: 5 + math.log(rate / wanted) ** 2 for rate in (1e-3, 2e-3, 5e-3, 1e-2)}
+    assert coordinates._optimum(losses) == pytest.approx(wanted, rel=1e-9)
+    assert coordinates._optimum({1e-3: 1.0, 2e-3: 2.0, 4e-3: 3.0}) == 1e-3
+    assert coordinates._optimum({1e-3: 2.0, 2e-3: 1.0, 4e-3: math.nan}) == 2e-3

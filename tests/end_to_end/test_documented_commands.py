@@ -109,8 +109,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel coordinates": "keel coordinates --help",
     "keel coordinates widths.toml --dims 64,128,256,512,1024 --lr_schedule.warmup_steps 0": "keel coordinates"
     " widths.toml --dims 64,128 --steps 1 && ls runs/coordinates-widths.svg",
-    "keel coordinates widths.toml --dims 64,128,256 --rates 1e-3,2e-3,4e-3,8e-3,16e-3,32e-3": "keel coordinates"
-    " widths.toml --dims 64,128 --rates 1e-3,2e-3 && ls runs/rates-widths.svg",
+    "keel coordinates widths_32.toml --dims 32,64,128 --rates 4e-3,8e-3,16e-3,32e-3": "keel coordinates widths_32.toml"
+    " --dims 32,64 --rates 4e-3,8e-3 && ls runs/rates-widths.svg",
     "keel compare": "python scripts/keel.py compare --help",
     "keel plan": "python scripts/keel.py plan --help",
     "keel plan JOB --ranks N --device h100": "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100",
@@ -337,6 +337,7 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
     'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
     'name = "chat"': ("", "", "python train.py --config {job} --validate"),
     "mup_base_dim = 512": ("", "", "python train.py --config {job} --validate"),
+    'base = "widths.toml"': ("", "", "sed 's/100/4/' configs/{job} > configs/widths_32.toml && rm configs/{job}"),
     'name = "widths"': ("", "", "sed 's/150/4/' configs/{job} > configs/widths.toml && rm configs/{job}"),
     'name = "continued"': (
         "",
