@@ -52,14 +52,19 @@ class BucketError(OSError):
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed at another time, with nothing changed."""
+        return self.errno == errno.EIO
+
 
 _MISTAKES = {
-    "NoSuchBucket|The specified bucket does not exist|ContainerNotFound": "there is no such bucket; create it, or correct the name",
+    "NoSuchBucket|bucket does not exist|ContainerNotFound": "there is no such bucket; create it, or correct the name",
     "ExpiredToken|TokenRefreshRequired|RequestExpired": "the credentials have expired; renew them in the environment",
     "InvalidAccessKeyId|SignatureDoesNotMatch|AuthFailure|InvalidToken|AuthenticationFailed": (
         "the credentials are not valid; correct them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
     ),
-    "AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|301 Moved": (
+    "AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|incorrectly configured region": (
         "the bucket is in another region; set AWS_REGION to it"
     ),
     "RequestTimeTooSkewed": "this host's clock is wrong; set it",
@@ -67,14 +72,14 @@ _MISTAKES = {
         "permission is denied; these credentials need to list, read, write and delete objects there"
     ),
     "169\\.254\\.|metadata\\.google|Unauthenticated|not authenticated|credential": (
-        "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of your cloud (docs/buckets.md)"
+        "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or your cloud's (docs/buckets.md)"
     ),
 }
 """What the text of an error shows, and what to do; the same request fails again."""
 _OUTAGES = {
     "SlowDown|503 Service": "the server is too busy (503)",
     "timed out|timeout|Timeout": "the server does not answer in time",
-    "Connection refused|error sending request|connection|dns error": "the server can't be reached, or closed the connection",
+    "Connection refused|error sending request|connection|dns error": "the server can't be reached",
     "5\\d\\d ": "the server fails",
 }
 
@@ -133,12 +138,12 @@ class Bucket:
                     raise
                 return
             except BucketError as error:  # the client does not repeat a request that may have been fulfilled
-                if error.errno != errno.EIO or time.monotonic() > deadline:
+                if not error.may_pass or time.monotonic() > deadline:
                     raise
             time.sleep(_PAUSE_SECONDS)
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """The keys in the folder `prefix`, which ends in a slash or is empty, and all folders in it; and their sizes."""
+        """The keys that begin with `prefix`, which ends in a slash or is empty, and the sizes of their objects."""
 
         def listed() -> dict[str, int]:
             pages = self._client.list(self._quick, prefix.rstrip("/") or None)
@@ -187,10 +192,10 @@ def _store(url: str, patience: Patience) -> Any:
     from obstore.store import from_url
 
     backoff = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2}
-    retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience.seconds), "backoff": backoff}
-    client = {"timeout": timedelta(seconds=patience.request_seconds), "connect_timeout": timedelta(seconds=5)}
+    retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience.seconds), "backoff": backoff}
+    client: Any = {"timeout": timedelta(seconds=patience.request_seconds), "connect_timeout": timedelta(seconds=5)}
     if os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true":  # the client asks only when it is given no options
-        client["allow_http"] = True  # type: ignore[assignment]
+        client["allow_http"] = True
     return from_url(url, client_options=client, retry_config=retries)
 
 

@@ -90,6 +90,7 @@ class CheckpointManager:
         run: Description,
         log: Log,
         incarnation: Incarnation | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -99,6 +100,7 @@ class CheckpointManager:
             run: stored in each checkpoint, and compared with the one that is resumed.
             log: called on rank 0.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
+            storage: where checkpoints are; None: in `folder`, which all ranks see.
         """
         self._folder = folder
         self._settings = settings
@@ -106,7 +108,7 @@ class CheckpointManager:
         self._run = replace(run, config=json.loads(json.dumps(run.config)))
         self._log = log if dist.get_rank() == 0 else Log()
         self._incarnation = incarnation or Alone()
-        self._storage: Storage = FolderStorage(self._incarnation.mark)
+        self._storage: Storage = storage or FolderStorage(self._incarnation.mark)
         # Its own process group: the thread that writes must not share one with the main thread, or collectives would
         # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
@@ -396,7 +398,7 @@ class CheckpointManager:
     def _require_readable(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last:
-            problems = content_damages(unfinished, files, self._group)
+            problems = content_damages(self._storage, unfinished, files, self._group)
             if problems:
                 raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
 

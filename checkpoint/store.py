@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from checkpoint.bucket import BucketError
 from checkpoint.frame import TensorFile
 from checkpoint.index import MOST_PARTS, complete_metadata, index_of, places_text, put_directory, put_index
 from checkpoint.manifest import Damaged, FileEntry, damaged
@@ -38,7 +39,7 @@ from checkpoint.plan import Plan, Plans, file_of
 from checkpoint.shards import Shard
 from checkpoint.storage import HashedFile, Storage
 from checkpoint.tensor_stream import entry_of, require_stored
-from configs.errors import UserError, listed
+from configs.errors import OutageError, UserError, listed
 from parallelisms.ranks import Json, error_as_json, error_of, gather, on_rank_zero
 
 
@@ -229,6 +230,7 @@ def read(
 
     Raises:
         Damaged: a rank can't read a file. All ranks raise it.
+        OutageError: a rank can't reach the storage, which says nothing of the checkpoint. All ranks raise it.
     """
     failure: Exception | None = None
     try:
@@ -236,9 +238,12 @@ def read(
     except Exception as error:
         failure = error
     # Why ranks could not read.
-    told = gather(_first_line(failure) if failure else None, group)
-    if reasons := [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason is not None]:
-        raise damaged(folder, "; ".join(reasons)) from failure
+    told = gather([_first_line(failure), isinstance(failure, BucketError)] if failure else None, group)
+    failures = [(f"rank {rank}: {each[0]}", each[1]) for rank, each in enumerate(told) if each is not None]
+    if outages := [reason for reason, is_outage in failures if is_outage]:
+        raise OutageError(f"checkpoint {folder} can't be read now: {'; '.join(outages)}") from failure
+    if failures:
+        raise damaged(folder, "; ".join(reason for reason, _ in failures)) from failure
 
 
 def _read_shards(storage: Storage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard]) -> None:
@@ -366,5 +371,6 @@ class _Files(FileSystem):
             with self._storage.put(path) as file:
                 yield file
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
+            error.filename = str(error.filename or path)
+            raise
         self.files[path.name] = file.entry()

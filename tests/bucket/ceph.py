@@ -157,7 +157,12 @@ class Ceph:
     def _run(self, *command: str) -> None:
         try:
             done = subprocess.run(
-                command, env=self._variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_SECONDS
+                command,
+                env=self._variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=WAIT_SECONDS,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"{command[0]}: {error}") from None
