@@ -116,6 +116,10 @@ class Bucket:
         """
         return self._called(key, lambda: bytes(self._client.get(self._patient, key).bytes()))
 
+    def changed(self, key: str) -> float:
+        """When an object was put, in seconds since the epoch by the server's clock."""
+        return self._called(key, lambda: self._client.head(self._quick, key)["last_modified"].timestamp())
+
     def put(self, key: str, content: Any) -> None:
         """Create or replace an object, at once."""
         self._called(key, lambda: self._client.put(self._patient, key, content, use_multipart=False))

@@ -11,6 +11,7 @@ MANIFEST.json is put last, if there is none; a prefix without it is no checkpoin
 
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -24,21 +25,25 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from checkpoint.bucket import AT_ONCE, Bucket
+from checkpoint.bucket import AT_ONCE, Bucket, BucketError
 from checkpoint.bucket_launch import Claim, beginnings
 from checkpoint.incarnation import FOLDER
-from checkpoint.index import INDEX_NAME
 from checkpoint.manifest import (
+    INDEX_NAME,
     MANIFEST_NAME,
     TRAINER_NAME,
     UNFINISHED,
     FileEntry,
     damaged,
     is_plain_name,
+    read_manifest,
     step_folder,
+    steps_in,
 )
 from checkpoint.storage import FolderStorage, HashedFile
-from configs.files import replacing
+from configs.errors import OutageError, UserError
+from configs.files import replacing, write_atomically
+from configs.places import local_folder, url_fault
 from configs.untrusted import parse_json
 
 PART_BYTES = 8 << 20
@@ -52,34 +57,44 @@ _NOT_PUT = re.compile(r"(^|/)(step-\d+[^/]*|imported-[0-9a-f]+|\.[^/]*)/|(^|/)\.
 class BucketStorage(FolderStorage):
     """A run in a bucket, as a place for checkpoints; paths are those of the local folder."""
 
-    def __init__(self, bucket: Bucket, folder: Path, claim: Claim) -> None:
+    def __init__(self, bucket: Bucket, folder: Path, claim: Claim | None = None) -> None:
         """
         Args:
             bucket: the run's.
             folder: the local run folder.
-            claim: this launch.
+            claim: this launch; None: the run is only read.
         """
         super().__init__()
         self._bucket = bucket
         self._folder = folder
         self._root = folder / "checkpoints"
-        self.claim = claim
+        self._claim = claim
         self._places: dict[Path, str] = {}
         self._known: dict[str, tuple[int, int]] = {}
         """Size and time of each file of the run's folder that the bucket has."""
 
+    @property
+    def claim(self) -> Claim:
+        """This launch."""
+        assert self._claim is not None
+        return self._claim
+
     # ------------------------------------------------------------------ the run's folder
 
-    def fetch(self, log: Callable[[str], None]) -> None:
-        """Make the local folder what the bucket has, and remove there what interrupted saves have left behind."""
-        shutil.rmtree(self._root, ignore_errors=True)
+    def fetch(self, log: Callable[[str], None] = lambda line: None) -> None:
+        """Make the local folder what the bucket has; a launch also removes what interrupted saves have left there."""
         keys = self._bucket.list()
         found = {key: match for key in keys if (match := _ATTEMPT.match(key))}
         complete = {match[0] for key, match in found.items() if key == f"{match[0]}{MANIFEST_NAME}"}
-        self._remove_leftovers([key for key, match in found.items() if match[0] not in complete], log)
+        if self._claim:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._remove_leftovers([key for key, match in found.items() if match[0] not in complete], log)
         own = [key for key in keys if key not in found and not key.startswith(f"{FOLDER}/") and _is_safe(key)]
         list(self._bucket.pool.map(self._fetch_file, own))
-        for step, place in _of_the_line(complete, beginnings(self._bucket)).items():
+        places = _of_the_line(complete, beginnings(self._bucket))
+        for step in set(steps_in(self._root)) - places.keys():
+            shutil.rmtree(step_folder(self._root, step))
+        for step, place in places.items():
             self._fetch_description(step_folder(self._root, step), place)
 
     def _remove_leftovers(self, keys: list[str], log: Callable[[str], None]) -> None:
@@ -97,15 +112,40 @@ class BucketStorage(FolderStorage):
     def _fetch_description(self, checkpoint: Path, place: str) -> None:
         """Fetch what describes a checkpoint; one that is not as it was written is reported by what reads it."""
         self._places[checkpoint] = place
+        manifest = self._bucket.get(f"{place}{MANIFEST_NAME}")
+        with suppress(OSError):
+            if (checkpoint / MANIFEST_NAME).read_bytes() == manifest:
+                return
+        shutil.rmtree(checkpoint, ignore_errors=True)
         checkpoint.mkdir(parents=True)
         for name in _DESCRIBING:
             with suppress(FileNotFoundError):
                 (checkpoint / name).write_bytes(self._bucket.get(f"{place}{name}"))
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            files = parse_json((checkpoint / MANIFEST_NAME).read_text())["files"]
-            for name in files.keys() - set(_DESCRIBING):
-                if is_plain_name(name):
-                    _make_placeholder(checkpoint / name, files[name]["size"])
+        os.utime(checkpoint / MANIFEST_NAME, 2 * (self._bucket.changed(f"{place}{MANIFEST_NAME}"),))
+        with suppress(ValueError, KeyError, TypeError):
+            files = parse_json(manifest.decode())["files"]
+            sizes = {name: files[name]["size"] for name in files.keys() - set(_DESCRIBING) if is_plain_name(name)}
+            self._make_placeholders(checkpoint, checkpoint, sizes)
+
+    def _make_placeholders(self, folder: Path, checkpoint: Path, sizes: Mapping[str, int]) -> None:
+        """Make the placeholders of a checkpoint in `folder`, and record where their content is."""
+        text = json.dumps({"url": self._bucket.url, "place": self._places[checkpoint]})
+        write_atomically(place_file(checkpoint), [text])
+        for name, size in sizes.items():
+            with (folder / name).open("ab") as file:
+                file.truncate(0)
+                file.truncate(size)
+
+    def fill(self, checkpoint: Path) -> None:
+        """Bring the content of all files of a checkpoint to this host.
+
+        Raises:
+            Damaged: a file is not as it was written.
+        """
+        for name, entry in read_manifest(checkpoint).files.items():
+            if super().damage(checkpoint, name, entry):
+                self._bring_file(checkpoint, name, entry)
+        place_file(checkpoint).unlink()
 
     def push(self) -> None:
         """Put the files of the local run folder that have changed, but for the checkpoints.
@@ -157,10 +197,10 @@ class BucketStorage(FolderStorage):
         self.push()
         self.claim.require_current()  # putting the files may have taken long
         self._bucket.create(f"{place}{MANIFEST_NAME}", manifest)
-        for name, entry in parse_json(manifest.decode())["files"].items():
-            if name not in _DESCRIBING:
-                _make_placeholder(unfinished / name, entry["size"])
         self._places[checkpoint] = place
+        files = parse_json(manifest.decode())["files"]
+        sizes = {name: files[name]["size"] for name in files.keys() - set(_DESCRIBING)}
+        self._make_placeholders(unfinished, checkpoint, sizes)
         super().commit(unfinished, checkpoint)
 
     def discard(self, unfinished: Path) -> None:
@@ -183,23 +223,19 @@ class BucketStorage(FolderStorage):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         checkpoint.mkdir(parents=True, exist_ok=True)
+        sizes = {name: entry.size for name, entry in files.items() if not name.endswith(".json")}
+        self._make_placeholders(checkpoint, checkpoint, sizes)
         for name, entry in files.items():
-            if not name.endswith(".json"):
-                _make_placeholder(checkpoint / name, entry.size)
-            elif super().damage(checkpoint, name, entry):
+            if name not in sizes and super().damage(checkpoint, name, entry):
                 self._bring_file(checkpoint, name, entry)
 
     def _bring_file(self, checkpoint: Path, name: str, entry: FileEntry) -> None:
         key = f"{self._places[checkpoint]}{name}"
-        try:
-            if name in _DESCRIBING:
-                content = self._bucket.get(key)
-            else:
-                content = _Download(self._bucket, key, checkpoint / name).read()
-        except FileNotFoundError:
-            raise damaged(checkpoint, f"{name} is missing in {self._bucket.url}") from None
         with replacing(checkpoint / name, f"{socket.gethostname()}-{os.getpid()}") as file:
-            file.write(content)
+            if name in _DESCRIBING:
+                file.write(self._bucket.get(key))
+            else:
+                shutil.copyfileobj(_Download(self._bucket, key, checkpoint / name), file, AT_ONCE * PART_BYTES)
         if problem := super().damage(checkpoint, name, entry):
             raise damaged(checkpoint, problem)
 
@@ -213,6 +249,7 @@ class BucketStorage(FolderStorage):
     def remove(self, checkpoint: Path) -> None:
         super().remove(checkpoint)
         place = self._places.pop(checkpoint)
+        place_file(checkpoint).unlink(missing_ok=True)
         self._bucket.delete([f"{place}{MANIFEST_NAME}"])
         self._bucket.delete(self._bucket.list(place))
 
@@ -222,6 +259,56 @@ class BucketStorage(FolderStorage):
             return self._places[folder]
         step, _, launch = folder.name.removesuffix(UNFINISHED).rpartition(".of-")
         return f"checkpoints/{step}/of-{launch}/"
+
+
+def place_file(checkpoint: Path) -> Path:
+    """The file beside a local checkpoint whose tensors are placeholders: where their content is."""
+    return checkpoint.with_name(f".{checkpoint.name}.place")
+
+
+def local_copy(name: str) -> Path:
+    """A local copy of a run, a checkpoint, or several runs in object storage, but for the content of tensors.
+
+    It is in `runs/copies/`, where the next call finds what has not changed. `find_model` brings the tensors.
+
+    Raises:
+        UserError: nothing is there, or it can't be read.
+    """
+    if fault := url_fault(name):
+        raise UserError(f"{name}: {fault}")
+    place, slash, inside = name.rstrip("/").partition("/checkpoints")
+    folder = Path("runs", "copies", *local_folder(place).parts[1:])
+    try:
+        bucket = Bucket(place)
+        keys = bucket.list()
+        ends = [key.removesuffix("config.toml") for key in keys if key.endswith("config.toml")]
+        for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
+            BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
+    except BucketError as error:
+        raise (OutageError if error.may_pass else UserError)(str(error)) from None
+    found = folder / f"{slash}{inside}".lstrip("/")
+    if not ends or not found.exists():
+        raise UserError(f"{name}: there is no run or checkpoint of that name in the bucket")
+    return found
+
+
+def with_tensors(checkpoint: Path) -> Path:
+    """The same checkpoint; if its tensors are placeholders, their content is brought first.
+
+    Raises:
+        UserError: it can't be read, or is damaged.
+    """
+    try:
+        told = parse_json(place_file(checkpoint).read_text())
+    except FileNotFoundError:
+        return checkpoint
+    try:
+        storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent)
+        storage._places[checkpoint] = told["place"]
+        storage.fill(checkpoint)
+    except BucketError as error:
+        raise (OutageError if error.may_pass else UserError)(str(error)) from None
+    return checkpoint
 
 
 def _of_the_line(complete: set[str], begins: list[tuple[int, int, int]]) -> dict[int, str]:
@@ -245,12 +332,6 @@ def _is_safe(key: str) -> bool:
 def _stamp(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def _make_placeholder(path: Path, size: int) -> None:
-    with path.open("ab") as file:
-        file.truncate(0)
-        file.truncate(size)
 
 
 class _Upload:

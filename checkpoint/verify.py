@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.index import INDEX_NAME, files_of
-from checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
+from checkpoint.index import files_of
+from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
 from checkpoint.storage import Storage
 from parallelisms.ranks import gather
 
