@@ -71,15 +71,15 @@ _MISTAKES = {
     "AccessDenied|Forbidden|PermissionDenied|necessary privileges": (
         "permission is denied; these credentials need to list, read, write and delete objects there"
     ),
-    "169\\.254\\.|metadata\\.google|Unauthenticated|not authenticated|credential": (
+    "169\\.254\\.169\\.254|metadata\\.google\\.internal|/latest/api/token|Unauthenticated": (
         "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or your cloud's (docs/buckets.md)"
     ),
 }
 """What the text of an error shows, and what to do; the same request fails again."""
 _OUTAGES = {
     "SlowDown|503 Service": "the server is too busy (503)",
-    "timed out|timeout|Timeout": "the server does not answer in time",
-    "Connection refused|error sending request|connection|dns error": "the server can't be reached",
+    "kind: Timeout": "the server does not answer in time",
+    "kind: Connect|error sending request|connection": "the server can't be reached, or closes the connection",
     "5\\d\\d ": "the server fails",
 }
 
@@ -179,7 +179,7 @@ class Bucket:
         try:
             return action()
         except (self._client.exceptions.BaseError, OSError, ValueError) as error:
-            text = str(error).partition("\n\nDebug source:")[0]
+            text = str(error)
             if isinstance(error, self._client.exceptions.AlreadyExistsError):
                 raise FileExistsError(errno.EEXIST, "it exists already", url) from None
             for pattern, reason in _MISTAKES.items():

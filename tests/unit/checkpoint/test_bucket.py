@@ -300,7 +300,7 @@ def test_a_bucket_that_can_not_be_read_now_is_no_damage(objects, tmp_path, monke
 
     monkeypatch.setattr(Bucket, "get", get)
     with pytest.raises(
-        OutageError, match="step-00000020 can't be read now: rank 0: s3://bucket/run/checkpoints.*in time"
+        OutageError, match=r"step-00000020 can't be read now: rank 0: s3://bucket/run/checkpoints.*in time"
     ):
         host.begin()
 
@@ -415,7 +415,7 @@ def stub(monkeypatch):
         (400, "AuthorizationHeaderMalformed", r"in another region; set AWS_REGION to it \(eu-west-1\)", False),
         (403, "RequestTimeTooSkewed", "this host's clock is wrong", False),
         (503, "SlowDown", r"the server is too busy \(503\)", True),
-        (418, "Teapot", "", True),
+        (418, "Teapot", "418", True),
     ],
 )
 def test_one_message_for_each_thing_that_is_wrong(stub, status, code, said, may_pass):
@@ -481,7 +481,7 @@ def test_a_client_that_is_not_installed(monkeypatch):
 )
 def test_a_name_that_is_none(name, said):
     assert said in url_fault(name)
-    with pytest.raises(ConfigError, match="job.output_dir") as raised:
+    with pytest.raises(ConfigError, match=r"job\.output_dir") as raised:
         load(str(ROOT / "tests/end_to_end/tiny.toml"), ("--job.output_dir", name))
     assert said in str(raised.value)
 
