@@ -43,7 +43,7 @@ from checkpoint.manifest import (
 from checkpoint.storage import FolderStorage, HashedFile
 from configs.errors import OutageError, UserError
 from configs.files import replacing, write_atomically
-from configs.places import local_folder, url_fault
+from configs.places import COPIES, local_folder, url_fault
 from configs.untrusted import parse_json
 
 PART_BYTES = 8 << 20
@@ -246,6 +246,9 @@ class BucketStorage(FolderStorage):
         size = sum(self._bucket.list(f"{self._key(checkpoint)}{name}/").values())
         return None if size == entry.size else f"{name} has {size} bytes in {self._bucket.url} instead of {entry.size}"
 
+    def room(self, folder: Path) -> None:
+        """A bucket has no size."""
+
     def remove(self, checkpoint: Path) -> None:
         super().remove(checkpoint)
         place = self._places.pop(checkpoint)
@@ -277,7 +280,7 @@ def local_copy(name: str) -> Path:
     if fault := url_fault(name):
         raise UserError(f"{name}: {fault}")
     place, slash, inside = name.rstrip("/").partition("/checkpoints")
-    folder = Path("runs", "copies", *local_folder(place).parts[1:])
+    folder = COPIES.joinpath(*local_folder(place).parts[1:])
     try:
         bucket = Bucket(place)
         keys = bucket.list()

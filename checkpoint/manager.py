@@ -341,7 +341,7 @@ class CheckpointManager:
                 if found.run_id == self._run_id:
                     return [None, asdict(found)]
         except (OSError, Damaged) as error:
-            raise save_failed(checkpoint, error) from None
+            raise save_failed(self._storage, checkpoint, error) from None
         raise UserError(
             f"{checkpoint} exists, but not by this run; make sure no other run uses the same job.output_dir"
         )
@@ -400,7 +400,7 @@ class CheckpointManager:
         if self._settings.keep_last:
             problems = content_damages(self._storage, unfinished, files, self._group)
             if problems:
-                raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
+                raise save_failed(self._storage, unfinished, f"read again, {'; '.join(problems)}")
 
     def _commit(self, save: _Save, files: dict[str, FileEntry]) -> Json:
         notes: list[str] = []
@@ -409,7 +409,8 @@ class CheckpointManager:
         try:
             manifest = commit(self._storage, *paths, save.draft, files, save.trainer_text, *guards)
         except OSError as error:
-            raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
+            n_bytes = sum(entry.size for entry in files.values())
+            raise save_failed(self._storage, save.unfinished, error, n_bytes) from None
         return [asdict(manifest), notes]
 
     def _prune(self) -> list[str]:

@@ -104,6 +104,9 @@ class Storage(Protocol):
     def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
         """Describe what is wrong with a file, before its tensors are read or after they were put; None: nothing."""
 
+    def room(self, folder: Path) -> int | None:
+        """How many bytes still fit there; None if nobody knows."""
+
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint, so that a crash midway leaves no part of it under its name.
 
@@ -154,6 +157,12 @@ class FolderStorage:
     def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
         """Read the whole file, and compare its hash."""
         return content_damage(checkpoint, name, entry)
+
+    def room(self, folder: Path) -> int | None:
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            return None
 
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint, or a folder of them."""

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 SCHEMES = ("s3", "gs", "az")
+COPIES = Path("runs/copies")
+"""Where commands keep their copies of what is in object storage."""
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://([A-Za-z0-9][A-Za-z0-9._-]*)((?:/[A-Za-z0-9._=+,-]+)*)/?")
 
 

@@ -72,6 +72,8 @@ class Opened:
         config = job.config
         self.device = device
         self.choice = job.choice
+        self.storage = runtime.storage
+        """Where checkpoints are; None: in the run folder."""
         self.warnings = job.warnings
         self.plan = stage_table(job)
         """The stages of the run, a line each; empty if there are none."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from configs.after_save import PLACEHOLDERS, unknown_placeholders, words_of
 from configs.checks.rule import Problem, Rule
 from configs.exportable import not_exportable
-from configs.places import is_url, url_fault
+from configs.places import COPIES, is_url, url_fault
 from configs.schema import AnyModel, Config
 from configs.untrusted import printable
 
@@ -42,6 +42,12 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.checkpoint
     load = config.checkpoint.load
     validated = config.validation.interval
+    for key, name in (("load", load), ("init_from", table.init_from)):
+        if is_url(str(name)):
+            yield (
+                f"checkpoint.{key}",
+                f"{key} names a folder; `keel checkpoint verify {name}` makes a copy in {COPIES}/, which can be named",
+            )
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}; give a step of 0 or more"
     if table.go_back and load in ("latest", "none"):
