@@ -40,6 +40,8 @@ class Claim(Incarnation):
     bucket: Bucket
     record: dict[str, Any] = field(default_factory=dict)
     """The content of its object, on the rank that has claimed it."""
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    """Keeps a sign of life from replacing a record that is newer than it."""
     _ends: threading.Event = field(default_factory=threading.Event)
     _newer: list[Superseded] = field(default_factory=list)
     _beats: list[threading.Thread] = field(default_factory=list)
@@ -104,7 +106,8 @@ class Claim(Incarnation):
         self._write()
 
     def _write(self) -> None:
-        self.bucket.put(_key(self.number), _text(self.record))
+        with self._writing:
+            self.bucket.put(_key(self.number), _text(self.record))
 
 
 def claim_in(

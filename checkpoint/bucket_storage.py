@@ -105,14 +105,19 @@ class BucketStorage(FolderStorage):
     def _fetch_file(self, key: str) -> None:
         path = self._folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(self._bucket.get(key))
-        self._known[key] = _stamp(path)
+        with suppress(FileNotFoundError):  # removed since it was listed
+            content = self._bucket.get(key)
+            with replacing(path) as file:
+                file.write(content)
+            self._known[key] = _stamp(path)
 
     def _fetch_description(self, checkpoint: Path, place: str) -> None:
         """Fetch what describes a checkpoint; one that is not as it was written is reported by what reads it."""
         self._places[checkpoint] = place
-        manifest = self._bucket.get(f"{place}{MANIFEST_NAME}")
+        try:
+            manifest = self._bucket.get(f"{place}{MANIFEST_NAME}")
+        except FileNotFoundError:  # removed since it was listed
+            return
         with suppress(OSError):
             if (checkpoint / MANIFEST_NAME).read_bytes() == manifest:
                 return
@@ -231,11 +236,14 @@ class BucketStorage(FolderStorage):
 
     def _bring_file(self, checkpoint: Path, name: str, entry: FileEntry) -> None:
         key = f"{self._places[checkpoint]}{name}"
-        with replacing(checkpoint / name, f"{socket.gethostname()}-{os.getpid()}") as file:
-            if name in _DESCRIBING:
-                file.write(self._bucket.get(key))
-            else:
-                shutil.copyfileobj(_Download(self._bucket, key, checkpoint / name), file, AT_ONCE * PART_BYTES)
+        try:
+            with replacing(checkpoint / name, f"{socket.gethostname()}-{os.getpid()}") as file:
+                if name in _DESCRIBING:
+                    file.write(self._bucket.get(key))
+                else:
+                    shutil.copyfileobj(_Download(self._bucket, key, checkpoint / name), file, AT_ONCE * PART_BYTES)
+        except (FileNotFoundError, _Changed) as error:
+            raise damaged(checkpoint, f"{name} can't be read: {error.strerror}") from None
         if problem := super().damage(checkpoint, name, entry):
             raise damaged(checkpoint, problem)
 
@@ -453,5 +461,9 @@ class _Download(io.RawIOBase):
         while len(self._kept) > AT_ONCE:
             self._kept.popitem(last=False)
 
-    def _damage(self, reason: str) -> OSError:
-        return OSError(errno.EBADMSG, reason, str(self._file))
+    def _damage(self, reason: str) -> "_Changed":
+        return _Changed(errno.EBADMSG, reason, str(self._file))
+
+
+class _Changed(OSError):
+    """An object is not what was put."""

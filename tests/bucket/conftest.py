@@ -13,10 +13,19 @@ from tests.debian import Unavailable, unpacked
 BUCKET = "keel"
 
 
+def make_bucket() -> None:
+    """Create the bucket, at the server and with the credentials that the environment names."""
+    import obstore
+
+    url = obstore.sign(obstore.store.S3Store(BUCKET), "PUT", "", timedelta(minutes=5))
+    request = urllib.request.Request(url, method="PUT", data=b"", headers={"Content-Type": ""})
+    urllib.request.urlopen(request).close()
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
     """The server, with one empty bucket; its credentials are in this process's environment."""
-    obstore = pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
+    pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
     try:
         ceph = Ceph(unpacked("ceph", *PACKAGES), tmp_path_factory.mktemp("ceph"))
     except Unavailable as error:
@@ -25,9 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
     try:
         ceph.start()
         os.environ.update(ceph.environment)
-        url = obstore.sign(obstore.store.S3Store(BUCKET), "PUT", "", timedelta(minutes=5))
-        request = urllib.request.Request(url, method="PUT", data=b"", headers={"Content-Type": ""})
-        urllib.request.urlopen(request).close()
+        make_bucket()
         yield ceph
     except Unavailable as error:
         pytest.skip(str(error))

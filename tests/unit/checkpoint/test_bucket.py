@@ -290,6 +290,34 @@ def test_a_damaged_object_is_found_and_the_checkpoint_before_is_taken(objects, t
     assert any("step-00000020 is damaged" in line and "trying the one before it" in line for line in host.log)
 
 
+@pytest.mark.parametrize("name", ["index.json", "trainer.json", MANIFEST_NAME])
+def test_what_describes_a_checkpoint_is_looked_at_as_well(objects, tmp_path, name):
+    launched(tmp_path / "a", 10, 20)
+    (file,) = (objects / "checkpoints/step-00000020").rglob(name)
+    file.write_bytes(file.read_bytes()[:-3])
+    assert Host(tmp_path / "b").begin() == 10
+
+
+def test_a_sign_of_life_does_not_undo_a_beginning(objects, tmp_path, monkeypatch):
+    """Though its request takes long, and that of the beginning does not."""
+    host = Host(tmp_path / "a")
+    put = Bucket.put
+
+    def slow(self, key, content):
+        if threading.current_thread().name == "sign of life":
+            time.sleep(0.3)
+        put(self, key, content)
+
+    monkeypatch.setattr(Bucket, "put", slow)
+    host.claim.beat(lambda: None)
+    time.sleep(0.15)  # a sign of life is under way
+    host.claim.begin(7)
+    monkeypatch.undo()
+    time.sleep(0.5)
+    assert launches.record_of(host.claim.bucket, 1)["begins"] == [7]
+    host.claim._ends.set()
+
+
 def test_a_bucket_that_can_not_be_read_now_is_no_damage(objects, tmp_path, monkeypatch):
     """Else a run would go back to an older checkpoint because the network was down."""
     launched(tmp_path / "a", 10, 20)
