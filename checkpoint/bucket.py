@@ -32,15 +32,15 @@ class Patience:
     """How long an answer is waited for."""
 
     request_seconds: float
-    """For one request, which is then repeated."""
+    """Time for one request, which is then repeated."""
     seconds: float
-    """Until a request that fails is no longer repeated."""
+    """Time after which a request that fails is no longer repeated."""
 
 
 QUICK = Patience(request_seconds=10, seconds=45)
-"""For what is small, and what a launch waits for."""
+"""What is small, and what a launch waits for."""
 PATIENT = Patience(request_seconds=90, seconds=180)
-"""For parts of checkpoints, which 4 at a time have 0.4 MB/s at least."""
+"""Parts of checkpoints: four at a time arrive from 0.4 MB/s on."""
 
 
 class BucketError(OSError):

@@ -141,12 +141,13 @@ class BucketStorage(FolderStorage):
                 file.truncate(0)
                 file.truncate(size)
 
-    def fill(self, checkpoint: Path) -> None:
-        """Bring the content of all files of a checkpoint to this host.
+    def fill(self, checkpoint: Path, place: str) -> None:
+        """Bring the content of all files of a checkpoint, which is at the prefix `place`, to this host.
 
         Raises:
             Damaged: a file is not as it was written.
         """
+        self._places[checkpoint] = place
         for name, entry in read_manifest(checkpoint).files.items():
             if super().damage(checkpoint, name, entry):
                 self._bring_file(checkpoint, name, entry)
@@ -315,8 +316,7 @@ def with_tensors(checkpoint: Path) -> Path:
         return checkpoint
     try:
         storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent)
-        storage._places[checkpoint] = told["place"]
-        storage.fill(checkpoint)
+        storage.fill(checkpoint, told["place"])
     except BucketError as error:
         raise (OutageError if error.may_pass else UserError)(str(error)) from None
     return checkpoint
@@ -422,7 +422,8 @@ class _Download(io.RawIOBase):
             some = wanted[first : first + AT_ONCE]
             for number, content in zip(some, self._bucket.pool.map(self._part, some), strict=True):
                 start, end, _ = self._listed()[number]
-                low, high = max(start, begin), min(end, stop)
+                low = max(start, begin)
+                high = min(end, stop)
                 target[low - begin : high - begin] = content[low - start : high - start]
                 self._keep(number, content)
         self._at = max(stop, begin)
