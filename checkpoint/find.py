@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from checkpoint.bucket_storage import with_tensors
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, step_folder, steps_in
 from configs.errors import UserError, listed
 from configs.files import replacing, whole
@@ -60,7 +61,7 @@ def find_model(source: Path, step: int | None = None, may_be_hf: bool = True) ->
     if is_model and step is not None:
         raise UserError(f"{source} is one checkpoint, so --step {step} has no meaning; leave it out, or name the run")
     if is_model:
-        return source
+        return with_tensors(source)
     if not source.is_dir():
         what = "not a folder" if source.exists() else "no such folder"
         kinds = ", a checkpoint or a Hugging Face folder" if may_be_hf else " or a checkpoint"
@@ -77,7 +78,7 @@ def find_model(source: Path, step: int | None = None, may_be_hf: bool = True) ->
         )
     if step is not None and step not in steps:
         raise UserError(f"{whole(source)} has no checkpoint of step {step}; it has {listed([*map(str, steps)], ', ')}")
-    return step_folder(root, steps[-1] if step is None else step)
+    return with_tensors(step_folder(root, steps[-1] if step is None else step))
 
 
 def require_run(folder: Path) -> None:

@@ -63,9 +63,9 @@ class Incarnation:
         Raises:
             Superseded: one has.
         """
-        newest = newest_number(self.folder)
+        newest = self.newest()
         if newest != self.number:
-            other = facts_of(self.folder, newest)
+            other = self.facts(newest)
             who = f"process {other.get('pid')} on host {other.get('host')}"
             raise Superseded(
                 f"incarnation {self.number} of this run was superseded by incarnation {newest} ({who}), which goes on "
@@ -74,7 +74,19 @@ class Incarnation:
 
     def is_current(self) -> bool:
         """Whether no newer launch has taken the run over."""
-        return newest_number(self.folder) == self.number
+        return self.newest() == self.number
+
+    def newest(self) -> int:
+        """The number of the newest launch."""
+        return newest_number(self.folder)
+
+    def facts(self, number: int) -> dict[str, Any]:
+        """A launch's record, as `facts_of`."""
+        return facts_of(self.folder, number)
+
+    def require_newest_known(self) -> None:
+        """Like `require_current`, as far as is known at little cost: for each line of a file, not for a commit."""
+        self.require_current()
 
     def begin(self, step: int) -> None:
         """Record, once and again after going back, that the run continues from `step` completed steps.

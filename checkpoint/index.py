@@ -37,11 +37,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.manifest import FileEntry, is_plain_name, readable
+from checkpoint.manifest import INDEX_NAME, FileEntry, is_plain_name, readable
 from checkpoint.storage import HashedFile
 from configs.untrusted import read_file
 
-INDEX_NAME = "index.json"
 METADATA_NAME = ".metadata"
 """The same for torch's own tools."""
 MOST_PARTS = 20_000

@@ -90,6 +90,7 @@ class CheckpointManager:
         run: Description,
         log: Log,
         incarnation: Incarnation | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -99,6 +100,7 @@ class CheckpointManager:
             run: stored in each checkpoint, and compared with the one that is resumed.
             log: called on rank 0.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
+            storage: where checkpoints are; None: in `folder`, which all ranks see.
         """
         self._folder = folder
         self._settings = settings
@@ -106,7 +108,7 @@ class CheckpointManager:
         self._run = replace(run, config=json.loads(json.dumps(run.config)))
         self._log = log if dist.get_rank() == 0 else Log()
         self._incarnation = incarnation or Alone()
-        self._storage: Storage = FolderStorage(self._incarnation.mark)
+        self._storage: Storage = storage or FolderStorage(self._incarnation.mark)
         # Its own process group: the thread that writes must not share one with the main thread, or collectives would
         # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
@@ -339,7 +341,7 @@ class CheckpointManager:
                 if found.run_id == self._run_id:
                     return [None, asdict(found)]
         except (OSError, Damaged) as error:
-            raise save_failed(checkpoint, error) from None
+            raise save_failed(self._storage, checkpoint, error) from None
         raise UserError(
             f"{checkpoint} exists, but not by this run; make sure no other run uses the same job.output_dir"
         )
@@ -396,9 +398,9 @@ class CheckpointManager:
     def _require_readable(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last:
-            problems = content_damages(unfinished, files, self._group)
+            problems = content_damages(self._storage, unfinished, files, self._group)
             if problems:
-                raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
+                raise save_failed(self._storage, unfinished, f"read again, {'; '.join(problems)}")
 
     def _commit(self, save: _Save, files: dict[str, FileEntry]) -> Json:
         notes: list[str] = []
@@ -407,7 +409,8 @@ class CheckpointManager:
         try:
             manifest = commit(self._storage, *paths, save.draft, files, save.trainer_text, *guards)
         except OSError as error:
-            raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
+            n_bytes = sum(entry.size for entry in files.values())
+            raise save_failed(self._storage, save.unfinished, error, n_bytes) from None
         return [asdict(manifest), notes]
 
     def _prune(self) -> list[str]:

@@ -28,6 +28,7 @@ OLDEST_VERSION = 2
 """The oldest that is read."""
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
+INDEX_NAME = "index.json"
 UNFINISHED = ".tmp"
 _MAX_NAME_BYTES = 255
 

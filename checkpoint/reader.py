@@ -29,7 +29,7 @@ from configs.errors import ConfigError, listed
 from configs.run_change import function_diff
 from configs.run_stages import trained_diff
 from configs.schema import Checkpoint
-from parallelisms.ranks import Json, on_rank_zero
+from parallelisms.ranks import Json, on_each_rank, on_rank_zero
 
 TrainerState = dict[str, Any]
 MODEL = "model."
@@ -236,10 +236,12 @@ class Reader:
         self.log.line(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
 
     def _verify(self, found: Found) -> None:
-        """Compare the content of every file with its hash."""
+        """Look whether every file is as it was written, and bring what describes the checkpoint to this host."""
         files = found.manifest.files
         started = time.perf_counter()
-        if problems := content_damages(found.folder, files, self.group):
+        place = on_rank_zero(self.group, lambda: self.storage.place(found.folder))
+        on_each_rank(self.group, lambda: self.storage.bring(found.folder, place, files))
+        if problems := content_damages(self.storage, found.folder, files, self.group):
             raise damaged(found.folder, "; ".join(problems))
         self.log.line(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
 

@@ -1,4 +1,4 @@
-"""The place where checkpoints are, behind one interface: folders of a file system now, objects of a bucket later.
+"""The place where checkpoints are, behind one interface: folders of a file system here, objects in `bucket_storage`.
 
 A checkpoint is a set of files under one name, and its manifest makes it complete. In a file system it is written as
 `step-00000100.tmp/`. When all ranks are done, the manifest, which lists every file with its size and hash, is added;
@@ -25,6 +25,7 @@ from checkpoint.manifest import (
     UNFINISHED,
     FileEntry,
     Manifest,
+    content_damage,
     read_manifest,
     sealed,
     steps_in,
@@ -90,6 +91,22 @@ class Storage(Protocol):
     def open(self, file: Path) -> IO[bytes]:
         """Open a file for reading at any position."""
 
+    def place(self, checkpoint: Path) -> str:
+        """Where a checkpoint is, as the process that commits knows it; the others pass it to `bring`."""
+
+    def bring(self, checkpoint: Path, place: str, files: Mapping[str, FileEntry]) -> None:
+        """Let what describes a checkpoint be read from this host's disk; every rank calls it before it reads tensors.
+
+        Raises:
+            Damaged: a file is not as it was written.
+        """
+
+    def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
+        """Describe what is wrong with a file, before its tensors are read or after they were put; None: nothing."""
+
+    def room(self, folder: Path) -> int | None:
+        """How many bytes still fit there; None if nobody knows."""
+
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint, so that a crash midway leaves no part of it under its name.
 
@@ -130,6 +147,22 @@ class FolderStorage:
 
     def open(self, file: Path) -> IO[bytes]:
         return file.open("rb")
+
+    def place(self, checkpoint: Path) -> str:
+        return str(checkpoint)
+
+    def bring(self, checkpoint: Path, place: str, files: Mapping[str, FileEntry]) -> None:
+        """Nothing: all ranks see the folder."""
+
+    def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
+        """Read the whole file, and compare its hash."""
+        return content_damage(checkpoint, name, entry)
+
+    def room(self, folder: Path) -> int | None:
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            return None
 
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint, or a folder of them."""

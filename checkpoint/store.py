@@ -13,7 +13,6 @@ Data are hashed as they are written, which costs a thirtieth of the writing.
 
 import math
 import os
-import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from checkpoint.bucket import BucketError
 from checkpoint.frame import TensorFile
 from checkpoint.index import MOST_PARTS, complete_metadata, index_of, places_text, put_directory, put_index
 from checkpoint.manifest import Damaged, FileEntry, damaged
@@ -38,7 +38,7 @@ from checkpoint.plan import Plan, Plans, file_of
 from checkpoint.shards import Shard
 from checkpoint.storage import HashedFile, Storage
 from checkpoint.tensor_stream import entry_of, require_stored
-from configs.errors import UserError, listed
+from configs.errors import OutageError, UserError, listed
 from parallelisms.ranks import Json, error_as_json, error_of, gather, on_rank_zero
 
 
@@ -131,7 +131,7 @@ def write(
     # What each rank has put, or why it could not.
     by_rank = gather(told, group)
     n_bytes = sum(of_rank for _, of_rank, *_ in by_rank)
-    _raise_failures([error for error, *_ in by_rank], folder, n_bytes, failure, group)
+    _raise_failures(storage, [error for error, *_ in by_rank], folder, n_bytes, failure, group)
     found = {name: FileEntry(*entry) for _, _, entries, _ in by_rank for name, entry in entries.items()}
     places_by_rank = [places for *_, places in by_rank]
     return found | _put_index(files, folder, plan, places_by_rank, is_whole, group)
@@ -147,11 +147,17 @@ def _put_shards(
 
 
 def _raise_failures(
-    told: Sequence[Any], folder: Path, n_bytes: int, own: Exception | None, group: dist.ProcessGroup
+    storage: Storage,
+    told: Sequence[Any],
+    folder: Path,
+    n_bytes: int,
+    own: Exception | None,
+    group: dist.ProcessGroup,
 ) -> None:
     """Raise SaveFailed if ranks could not write, or RuntimeError if one failed otherwise; the same on all ranks.
 
     Args:
+        storage: where the checkpoint is.
         told: each rank's error, as `error_as_json` has it; None: it has written.
         folder: the unfinished checkpoint.
         n_bytes: of all ranks' tensors.
@@ -165,7 +171,7 @@ def _raise_failures(
     if not all(isinstance(error, OSError) for error in failures.values()):
         raise RuntimeError(f"writing {folder} failed: {reasons}") from own
     # The free space is measured once, so that all ranks say the same.
-    raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(folder, reasons, n_bytes)))) from None
+    raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(storage, folder, reasons, n_bytes)))) from None
 
 
 def _put_index(
@@ -193,7 +199,7 @@ def _put_index(
             else:
                 entries = put_directory(opened, plan.directory, metadata)
         except OSError as error:
-            raise save_failed(folder, f"rank 0: {error}") from None
+            raise save_failed(files.storage, folder, f"rank 0: {error}") from None
         return {name: [entry.size, entry.xxh3] for name, entry in entries.items()}
 
     # The first rank puts it, and measures the free space if it can't.
@@ -201,16 +207,15 @@ def _put_index(
     return {name: FileEntry(*entry) for name, entry in entries.items()}
 
 
-def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
+def save_failed(storage: Storage, folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
     """Create the error for a checkpoint of `n_bytes` that could not be written to `folder`."""
     if not folder.parent.is_dir():
         return SaveFailed(f"checkpoint {folder.stem} could not be written: the folder {folder.parent} is gone")
-    try:
-        free = f"{shutil.disk_usage(folder.parent).free:,} bytes are free there"
-    except OSError:
-        free = "free space there is unknown"
-    needed = "" if n_bytes is None else f"the checkpoint takes {n_bytes:,} bytes, and "
-    return SaveFailed(f"checkpoint {folder.stem} could not be written: {reason}; {needed}{free} (see job.output_dir)")
+    free = storage.room(folder.parent)
+    needed = "" if n_bytes is None else f"the checkpoint takes {n_bytes:,} bytes"
+    room = "" if free is None else f"{free:,} bytes are free there"
+    facts = f"; {', and '.join(filter(None, [needed, room]))}" if needed or room else ""
+    return SaveFailed(f"checkpoint {folder.stem} could not be written: {reason}{facts} (see job.output_dir)")
 
 
 def read(
@@ -229,6 +234,7 @@ def read(
 
     Raises:
         Damaged: a rank can't read a file. All ranks raise it.
+        OutageError: a rank can't reach the storage, which says nothing of the checkpoint. All ranks raise it.
     """
     failure: Exception | None = None
     try:
@@ -236,9 +242,12 @@ def read(
     except Exception as error:
         failure = error
     # Why ranks could not read.
-    told = gather(_first_line(failure) if failure else None, group)
-    if reasons := [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason is not None]:
-        raise damaged(folder, "; ".join(reasons)) from failure
+    told = gather([_first_line(failure), isinstance(failure, BucketError)] if failure else None, group)
+    failures = [(f"rank {rank}: {each[0]}", each[1]) for rank, each in enumerate(told) if each is not None]
+    if outages := [reason for reason, is_outage in failures if is_outage]:
+        raise OutageError(f"checkpoint {folder} can't be read now: {'; '.join(outages)}") from failure
+    if failures:
+        raise damaged(folder, "; ".join(reason for reason, _ in failures)) from failure
 
 
 def _read_shards(storage: Storage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard]) -> None:
@@ -350,21 +359,22 @@ class _Files(FileSystem):
 
     def __init__(self, storage: Storage) -> None:
         super().__init__()
-        self._storage = storage
+        self.storage = storage
         self.files: dict[str, FileEntry] = {}
         """The files put."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
-        with self._storage.open(Path(path)) as stream:
+        with self.storage.open(Path(path)) as stream:
             yield stream
 
     @contextmanager
     def put(self, path: Path) -> Generator[HashedFile, None, None]:
         """Open a new file for writing."""
         try:
-            with self._storage.put(path) as file:
+            with self.storage.put(path) as file:
                 yield file
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
+            error.filename = str(error.filename or path)
+            raise
         self.files[path.name] = file.entry()

@@ -10,20 +10,23 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.index import INDEX_NAME, files_of
-from checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
+from checkpoint.index import files_of
+from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
+from checkpoint.storage import Storage
 from parallelisms.ranks import gather
 
 
-def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup) -> list[str]:
-    """Read and hash `files` in `folder`; all ranks of `group` must call it.
+def content_damages(
+    storage: Storage, folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup
+) -> list[str]:
+    """Look what is wrong with `files` in `folder`, by `Storage.damage`; all ranks of `group` must call it.
 
     Returns:
         One line for every damaged file, with its name; the same on all ranks.
     """
     sizes = {name: entry.size for name, entry in files.items()}
     mine = shares(sizes, dist.get_world_size(group))[dist.get_rank(group)]
-    found = [problem for name in mine if (problem := content_damage(folder, name, files[name]))]
+    found = [problem for name in mine if (problem := storage.damage(folder, name, files[name]))]
     return sorted(line for problems in gather(found, group) for line in problems)
 
 

@@ -17,6 +17,7 @@ from configs.architectures.llama import LlamaKeys
 from configs.architectures.own import OwnKeys
 from configs.only_with import only_with
 from configs.own_code import EXAMPLE, ImportPath, is_import_path
+from configs.places import is_url, local_folder
 from configs.table import (
     Fraction,
     NonNegativeFloat,
@@ -324,7 +325,7 @@ class Job(Table):
     name: str
     """Name of the run."""
     output_dir: str | None = None
-    """Run folder; default: runs/<job.name>."""
+    """Run folder, or a place in object storage, s3://BUCKET/NAME (docs/buckets.md); default: runs/<job.name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one, otherwise the CPU."""
     allow_run_change: bool = False
@@ -337,8 +338,13 @@ class Job(Table):
 
     @property
     def folder(self) -> Path:
-        """The run folder, to which everything is written."""
-        return Path(self.output_dir or f"runs/{self.name}")
+        """The run folder; of a run in object storage, the local one that stands for it."""
+        return local_folder(self.place) if is_url(self.place) else Path(self.place)
+
+    @property
+    def place(self) -> str:
+        """What commands call the run: its folder, or its place in object storage."""
+        return self.output_dir or f"runs/{self.name}"
 
 
 class Mesh(Table):

@@ -51,6 +51,18 @@ def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Json]) ->
     return result
 
 
+def on_each_rank(group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
+    """Run `action` on every rank of `group` (None: all); all raise the error of the first that fails."""
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    told = gather(error_as_json(failure) if failure else None, group)
+    if first := next(filter(None, told), None):
+        raise failure or error_of(first)
+
+
 def error_as_json(error: Exception) -> list[Json]:
     """An error for another rank."""
     if isinstance(error, OSError):

@@ -22,6 +22,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint import manifest as manifests
+from checkpoint.bucket_storage import with_tensors
 from checkpoint.find import find_checkpoint
 from checkpoint.folder import to_be_pruned
 from checkpoint.lock import BeingRead, lock
@@ -33,7 +34,7 @@ from configs.layout import named_axes
 from configs.reading.keys import flat
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
-from scripts.command import checkpoint_in, end, parser_of, positive, run_command
+from scripts.command import checkpoint_in, end, folder_argument, parser_of, place_argument, positive, run_command
 from trainer.report.console import Console, Row
 from trainer.report.units import count, duration, size
 
@@ -98,7 +99,7 @@ def verify(options: argparse.Namespace, console: Console) -> int:
     for folder in folders:
         started = time.perf_counter()
         try:
-            manifest = check(folder)
+            manifest = check(with_tensors(folder))
         except UserError as error:
             damaged += 1
             console.error(str(error))
@@ -214,7 +215,7 @@ def _last(folder: Path, n: int | None) -> list[Path]:
     if n is None:
         return [find_checkpoint(folder)]
     root = _root(folder)
-    found = list(_checkpoints(root))[-n:]
+    found = [with_tensors(folder) for folder in list(_checkpoints(root))[-n:]]
     if len(found) < n:
         raise UserError(f"{root}: --last {n}, but there are {len(found)} checkpoints")
     return found
@@ -278,7 +279,11 @@ def _parser() -> argparse.ArgumentParser:
         child = commands.add_parser(name, description=function.__doc__)
         child.set_defaults(command=function)
         for path in paths:
-            child.add_argument(path, type=Path, metavar=path.upper())
+            child.add_argument(
+                path,
+                type=folder_argument if function is prune or path == "output" else place_argument,
+                metavar=path.upper(),
+            )
         return child
 
     command("list", list_, "folder")
@@ -289,7 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     command("diff", diff, "a", "b")
     averaged = commands.add_parser("average", description=average.__doc__)
     averaged.set_defaults(command=average)
-    averaged.add_argument("checkpoint", type=Path, nargs="+", metavar="CHECKPOINT", help="run folders or checkpoints")
+    averaged.add_argument(
+        "checkpoint", type=place_argument, nargs="+", metavar="CHECKPOINT", help="run folders or checkpoints"
+    )
     averaged.add_argument("output", type=Path, metavar="OUTPUT")
     averaged.add_argument("--last", type=positive, metavar="N", help="of each run folder, the newest N checkpoints")
     command("metadata", metadata, "checkpoint", "output")

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from checkpoint.bucket_storage import local_copy
 from checkpoint.find import find_checkpoint
 from configs.errors import ConfigError, KeelError, UserError, files_that_fail
 from configs.files import FULL, whole
 from configs.own_code import admit
+from configs.places import is_url
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.report.console import Console
@@ -121,6 +123,30 @@ def job_of(options: argparse.Namespace) -> str:
     if job is None:
         raise ConfigError("the job is missing; name a job file, or one of configs/ such as debug.toml")
     return job
+
+
+def place(text: str) -> Path:
+    """The folder that a word of a command line names; of a place in object storage, a local copy that is made now.
+
+    Raises:
+        UserError: as in `local_copy`.
+    """
+    return local_copy(text) if is_url(text) else Path(text)
+
+
+def place_argument(text: str) -> Path:
+    """`place` as the type of an argument."""
+    try:
+        return place(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def folder_argument(text: str) -> Path:
+    """A folder on a disk, of a command that changes it, as the type of an argument."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text}: this command works on folders of this host's disks only")
+    return Path(text)
 
 
 def checkpoint_in(source: Path, console: Console) -> Path:

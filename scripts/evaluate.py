@@ -25,6 +25,7 @@ from scripts.command import (
     end,
     not_negative,
     parser_of,
+    place_argument,
     positive,
     require_file,
     run_command,
@@ -106,7 +107,7 @@ def _record(run: Path, console: Console) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
+    add("model", type=place_argument, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
     add("--tasks", required=True, metavar="NAME,...", help="tasks of lm-eval, or groups of them")
     add("--step", type=int, metavar="N", help="the run's checkpoint of this step (default: the newest)")
     add("--task-folder", type=Path, metavar="FOLDER", help="folder of further tasks, in lm-eval's YAML format")

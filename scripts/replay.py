@@ -24,7 +24,7 @@ if not __package__:  # run as a file
 from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.load import load
-from scripts.command import end, parser_of, positive, run_command
+from scripts.command import end, parser_of, place_argument, positive, run_command
 from scripts.launcher import run_ranks
 from train import end_process
 from trainer.guards.fragmentation import let_segments_grow
@@ -124,7 +124,7 @@ def random_steps(run: Path, n: int, seed: int | None) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=place_argument, metavar="RUN", help="run folder")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=positive, nargs="+", metavar="N", help="compute the steps up to this one again")
     which.add_argument("--random", type=positive, metavar="K", help="the same for K random steps")

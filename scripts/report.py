@@ -17,7 +17,7 @@ if not __package__:  # run as a file
 
 from configs.errors import UserError
 from configs.files import write_atomically
-from scripts.command import end, parser_of, positive, run_command
+from scripts.command import end, parser_of, place, positive, run_command
 from scripts.keel import VERSION
 from scripts.page.flags import flags
 from scripts.page.html import page
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; no page was written")
 
 
-def _read(paths: Sequence[Path], console: Console) -> list[Recorded]:
+def _read(names: Sequence[str], console: Console) -> list[Recorded]:
+    paths = [place(name) for name in names]
     folders = [folder for path in paths for folder in run_folders(path)]
     return read_runs(folders, None if folders == [*paths] else console.warning)
 
@@ -92,7 +93,7 @@ def _tell(console: Console, runs: Sequence[Recorded]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
+    add("runs", nargs="+", metavar="RUN", help="run folder, or folder of run folders")
     add("--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
     add("--open", action="store_true", help="open the page in a browser")
     add("--watch", type=positive, metavar="SECONDS", help="write the page again that often while a run is running")

@@ -20,7 +20,7 @@ if not __package__:  # run as a file
 from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.files import whole
-from scripts.command import end, not_negative, parser_of, positive, run_command, without_overrides
+from scripts.command import end, not_negative, parser_of, place_argument, positive, run_command, without_overrides
 from scripts.replay import compute_again, said
 from train import end_process
 from trainer.report.console import Console
@@ -119,7 +119,7 @@ def reproduce(
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN|FILE", help="run folder, or the file of a run")
+    add("source", type=place_argument, metavar="RUN|FILE", help="run folder, or the file of a run")
     add("--write", type=Path, metavar="FILE", help="write the file of RUN")
     add(
         "--begin",

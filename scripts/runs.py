@@ -17,7 +17,7 @@ if not __package__:  # run as a file
 
 from configs.errors import UserError
 from configs.files import whole
-from scripts.command import end, parser_of, run_command
+from scripts.command import end, parser_of, place_argument, run_command
 from scripts.page.recorded import SILENT_SECONDS
 from trainer.lifecycle import read_status
 from trainer.report.console import Console
@@ -95,7 +95,9 @@ def _last_record(path: Path) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
+    parser.add_argument(
+        "folder", type=place_argument, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs"
+    )
     return parser
 
 

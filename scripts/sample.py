@@ -28,6 +28,7 @@ from scripts.command import (
     not_negative,
     number_of,
     parser_of,
+    place_argument,
     positive,
     require_file,
     run_command,
@@ -194,7 +195,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
+    add("model", type=place_argument, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
     add("prompt", nargs="*", metavar="PROMPT", help="text to continue; several are computed as a batch")
     add("--file", type=Path, metavar="FILE", help="also continue each line of this file; -: of standard input")
     add("--step", type=int, metavar="N", help="the run's checkpoint of this step (default: the newest)")

@@ -1,7 +1,6 @@
 """A launch's messages besides its progress: the job before it is built, and how the run went."""
 
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.staging import free_memory
+from checkpoint.storage import FolderStorage, Storage
 from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
 from configs.schema import Config
@@ -68,7 +68,7 @@ def say_hello(job: Opened, console: Console) -> None:
         console.warning(complaint)
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
-    warn_if_too_large(job.largest, mesh.device, console, mesh)
+    warn_if_too_large(job.largest, mesh.device, console, mesh, job.storage)
 
 
 def note_on_secret(environment: Mapping[str, str]) -> str:
@@ -93,15 +93,17 @@ def _what_decides_bits(config: Config, mesh: Mesh) -> str:
     return f"exact: another dp_replicate, dp_shard, pp, zero_stage changes no bit; these would: {', '.join(fixed)}"
 
 
-def warn_if_too_large(config: Config, device: torch.device, console: Console, mesh: Mesh | None = None) -> None:
+def warn_if_too_large(
+    config: Config, device: torch.device, console: Console, mesh: Mesh | None = None, storage: Storage | None = None
+) -> None:
     """Warn that a GPU, this host or the disk has too little room; not an error, as it may get more."""
     if dist.get_rank() > 0:
         return
     checkpoints = config.job.folder / "checkpoints"
     where = checkpoints if checkpoints.is_dir() else config.job.folder  # it may be a link to another disk
     needed = checkpoint_bytes(config)
-    free = shutil.disk_usage(where).free
-    if needed > free:
+    free = (storage or FolderStorage()).room(where)
+    if free is not None and needed > free:
         console.warning(
             f"a checkpoint takes {needed:,} bytes, and {where} has {free:,} free: saves will fail. Make room, or set "
             "job.output_dir to another disk"

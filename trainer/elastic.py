@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 from torch.distributed import Store
 
@@ -48,9 +49,16 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
     if not job.choice:
         lock(folder, warn)
         # A run that was elastic keeps its account of where each launch began.
-        return claim(folder, {"ranks": int(os.environ.get("WORLD_SIZE", "1"))}) if (folder / FOLDER).is_dir() else None
+        return claim(folder, facts_of_launch(job)) if (folder / FOLDER).is_dir() else None
     lock_or_take_over(folder, warn, min(_TAKE_OVER_SECONDS, job.config.job.timeout_seconds / 2))
-    return claim(folder, {"ranks": job.choice.world_size, "mesh": describe(job.config, job.choice)})
+    return claim(folder, facts_of_launch(job))
+
+
+def facts_of_launch(job: LoadedConfig) -> dict[str, Any]:
+    """What the record of a launch says of it, besides host, process and time."""
+    if not job.choice:
+        return {"ranks": int(os.environ.get("WORLD_SIZE", "1"))}
+    return {"ranks": job.choice.world_size, "mesh": describe(job.config, job.choice)}
 
 
 def wait_idle(store: Store, stop: StopRequest, timeout_seconds: float, warn: Callable[[str], None]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoint.storage import Storage
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
@@ -51,6 +52,8 @@ class Runtime:
     ledger: TimeLedger
     """How the time since the launch was spent."""
     watchdog: Watchdog
+    storage: Storage | None = None
+    """Where checkpoints are; None: in the run folder, which all ranks see."""
 
 
 class Opened:
@@ -69,6 +72,8 @@ class Opened:
         config = job.config
         self.device = device
         self.choice = job.choice
+        self.storage = runtime.storage
+        """Where checkpoints are; None: in the run folder."""
         self.warnings = job.warnings
         self.plan = stage_table(job)
         """The stages of the run, a line each; empty if there are none."""
@@ -94,7 +99,7 @@ class Opened:
                 for stage in job.stages:
                     compare_data(stage.config)
             self.config = config = with_imported_weights(config)
-            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
+            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation, runtime.storage)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """The checkpoint's record of the run; None if the run starts from scratch."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from checkpoint.find import keep_tokenizer
-from checkpoint.incarnation import FOLDER, Incarnation, Superseded
+from checkpoint.incarnation import Superseded
 from checkpoint.lock import FolderInUse
 from configs.errors import ConfigError, KeelError, OutageError, mistakes_of_the_job
 from configs.files import require_plain, write_atomically
@@ -25,13 +25,14 @@ from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.nccl import configure_nccl, nccl_settings
 from parallelisms.ranks import on_rank_zero
 from trainer.announce import say_goodbye, say_hello, silent_end
-from trainer.elastic import forming, release, show_life, take_folder, wait_idle
+from trainer.elastic import forming, release, show_life, wait_idle
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
 from trainer.guards.peers import Loss
-from trainer.guards.shared_folder import MARK, NotShared, require_shared
+from trainer.guards.shared_folder import MARK, NotShared
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
+from trainer.home import Home, home_of
 from trainer.kernels.toolchain import require_compiler
 from trainer.lifecycle import (
     EXIT_FAILED,
@@ -76,8 +77,8 @@ class _Launch:
     """Seconds since the epoch; an older status.json is another launch's."""
     watchdog: Watchdog | None = None
     """None until the process group exists."""
-    incarnation: Incarnation | None = None
-    """The launch of an elastic run, once it has the run folder."""
+    home: Home | None = None
+    """The run's, once this launch has it."""
     trains: threading.Event = field(default_factory=threading.Event)
     """Set when training begins: from then on a step's end tells all ranks to stop."""
 
@@ -110,17 +111,18 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
         try:
             kind = device_type(job)
             require_compiler(job, kind)
+            home = home_of(job.config.job)
             set_numerics(job.config.training, kind)
             if kind == "cuda":
                 configure_nccl(nccl_settings(job.config), os.environ)
             with forming():
                 device = start_process_group(kind, timeout, console.warning)
             with mistakes_of_the_job():
-                number = on_rank_zero(None, lambda: _open_folder(job, console))
-                launch.incarnation = Incarnation(folder / FOLDER, number) if number else None
+                home.join(on_rank_zero(None, lambda: _open_folder(job, home, console)))
+                launch.home = home
             watchdog = _watch(launch, timeout)
             compare_launches(job, device)
-            require_shared(folder)
+            home.require_seen()
             shared = None  # on rank 0 it may be the store's server, which must last
             if job.choice and job.choice.idle:
                 watchdog.close()
@@ -129,7 +131,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                 if rank >= job.choice.ranks:
                     return wait_idle(shared, stop, timeout, console.warning)
                 watchdog = _watch(launch, timeout, partial(show_life, shared))
-            runtime = Runtime(job, device, console, stop, ledger, watchdog)
+            runtime = Runtime(job, device, console, stop, ledger, watchdog, home.storage)
             trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
             _write_job(launch, job)
             launch.trains.set()
@@ -137,6 +139,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             if folder / "config.toml" in console.outages:
                 _write_job(launch, job)
             say_goodbye(trainer, state)
+            home.close(console)
             if shared and job.choice and rank == 0:
                 release(shared, job.choice.idle, exit_code(state))
             if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal
@@ -158,16 +161,17 @@ def _watch(launch: _Launch, timeout_seconds: int, show_life: Callable[[], None] 
     def end(losses: list[Loss]) -> None:
         _end_from_thread(losses, launch)
 
-    launch.watchdog = Watchdog(launch.folder, timeout_seconds, end, launch.incarnation, show_life)
+    incarnation = launch.home.incarnation if launch.home else None
+    launch.watchdog = Watchdog(launch.folder, timeout_seconds, end, incarnation, show_life)
     return launch.watchdog
 
 
-def _open_folder(job: LoadedConfig, console: Console) -> int | None:
-    """Take the run folder, on one rank; returns the number of this launch if the run is elastic."""
+def _open_folder(job: LoadedConfig, home: Home, console: Console) -> int | None:
+    """Take the run folder, on one rank; returns the number of this launch if launches of the run are numbered."""
     folder = job.config.job.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        incarnation = take_folder(job, console.warning)
+        number = home.take(job, console)
         for name in _APPENDED:
             require_plain(folder / name)
         console.log_to(folder / "run.log")
@@ -180,7 +184,7 @@ def _open_folder(job: LoadedConfig, console: Console) -> int | None:
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
             console.warning(silent_end(before, folder))
         write_status(folder, "running", step=before.get("step", 0), reason="starting", previous=end_of(before))
-        return incarnation.number if incarnation else None
+        return number
     except OSError as error:
         raise _NotWritable(
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
@@ -267,12 +271,14 @@ def _why_lost(launch: _Launch) -> str:
 
 
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
-    if launch.incarnation and not launch.incarnation.is_current():
+    if launch.home and launch.home.incarnation and not launch.home.incarnation.is_current():
         return
     if os.path.isdir(launch.folder) and not _has_ended(launch):  # the first error of a launch is the cause
         known = read_status(launch.folder).get("step", 0)
         write = partial(write_status, launch.folder, state, known if step is None else step, reason, **details)
         launch.console.outages.insist(launch.folder / "status.json", write)  # the disk may be why the run fails
+        if launch.home:
+            launch.home.close(launch.console)
 
 
 def _others_end(launch: _Launch) -> bool:

@@ -13,6 +13,7 @@ from checkpoint.incarnation import Incarnation
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from checkpoint.reader import Description, Log
+from checkpoint.storage import Storage
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.mesh import Mesh
@@ -32,7 +33,7 @@ from trainer.validation import Validation
 
 
 def open_checkpoints(
-    config: Config, mesh: Mesh, console: Console, incarnation: Incarnation | None
+    config: Config, mesh: Mesh, console: Console, incarnation: Incarnation | None, storage: Storage | None
 ) -> CheckpointManager:
     """The manager of a run's checkpoints; nothing is read or written yet but the tokenizer."""
     tokenizer = config.tokenizer.path
@@ -46,7 +47,7 @@ def open_checkpoints(
         rewind_interval=spikes.rewind_interval if spikes.action == "rewind" else 0,
     )
     log = Log(console.line, console.warning)
-    return CheckpointManager(config.job.folder / "checkpoints", config.checkpoint, run, log, incarnation)
+    return CheckpointManager(config.job.folder / "checkpoints", config.checkpoint, run, log, incarnation, storage)
 
 
 class Saver:

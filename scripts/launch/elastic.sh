@@ -26,6 +26,12 @@ export KEEL_SECRET="${KEEL_SECRET:?set KEEL_SECRET, or KEEL_SECRET_FILE to a fil
 CONF=${KEEL_RENDEZVOUS_CONF:-is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1}
 ERRORS=$(mktemp)
 trap 'rm -f "$ERRORS"' EXIT
+case "$FOLDER" in
+    *://*)
+        echo "KEEL_RUN_FOLDER is $FOLDER: this script reads the run's status in a folder that all hosts share" >&2
+        exit 78
+        ;;
+esac
 mkdir -p "$FOLDER"
 
 # torch would keep the address of the first round's first host on the other hosts, even when that host is lost.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bucket_storage import with_tensors
 from checkpoint.find import kept_tokenizer, tokenizer_of
 from checkpoint.manifest import step_folder, steps_in
 from checkpoint.reproducibility import changed_settings, changes
@@ -81,7 +82,7 @@ def plan(run: Path, step: int, folder: Path, begin: int | None = None) -> Plan:
     if begin and begin not in steps:
         raise UserError(f"{run} has no checkpoint of step {begin} before step {step}; it has {steps or 'none'}")
     begin = max(steps, default=0) if begin is None else begin
-    checkpoint = step_folder(run / "checkpoints", begin) if begin else None
+    checkpoint = with_tensors(step_folder(run / "checkpoints", begin)) if begin else None
     stretch = read_stretch(run, begin + 1, step)
     if step not in stretch.steps:
         raise UserError(f"{run / FILE_NAME} has no fingerprint of step {step}")

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint import index, manifest, store
 from checkpoint.compare import compare
-from checkpoint.index import INDEX_NAME, METADATA_NAME, Places, index_of, index_text, read_metadata
-from checkpoint.manifest import MANIFEST_NAME, content_damage, read_manifest, sealed, step_folder
+from checkpoint.index import METADATA_NAME, Places, index_of, index_text, read_metadata
+from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, content_damage, read_manifest, sealed, step_folder
 from checkpoint.plan import Plans
 from checkpoint.shards import shards_of
 from checkpoint.storage import FolderStorage

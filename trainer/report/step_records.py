@@ -78,7 +78,7 @@ class StepRecords:
             self._wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
             sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
             run = config.job.name, config.model_dump(mode="json")
-            check = self._incarnation.require_current if self._incarnation else None
+            check = self._incarnation.require_newest_known if self._incarnation else None
             if check:
                 check()
             self._log = MetricsLog(folder, self._console.outages, step, sinks, *run, before_writing=check)

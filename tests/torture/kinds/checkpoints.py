@@ -15,8 +15,8 @@ import torch.distributed as dist
 import xxhash
 
 from checkpoint.export.hf import TokenizerFiles, export_hf
-from checkpoint.index import INDEX_NAME, read_metadata
-from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, read_trainer_state, sealed
+from checkpoint.index import read_metadata
+from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, TRAINER_NAME, read_manifest, read_trainer_state, sealed
 from checkpoint.tensor_stream import read_tensor
 from configs.load import load
 from configs.run_change import run_key_diff

@@ -8,7 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint.index import INDEX_NAME, METADATA_NAME, read_metadata
+from checkpoint.index import METADATA_NAME, read_metadata
+from checkpoint.manifest import INDEX_NAME
 from checkpoint.storage import FolderStorage
 from checkpoint.tensor_stream import write_tensors
 from configs.errors import UserError

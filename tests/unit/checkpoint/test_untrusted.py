@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
-from checkpoint.index import INDEX_NAME, read_metadata
-from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, sealed
+from checkpoint.index import read_metadata
+from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, TRAINER_NAME, read_manifest, sealed
 from checkpoint.tensor_stream import read_tensor, require_stored
 from configs.errors import ConfigError, KeelError, UserError
 from configs.load import load

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import trainer.run
+import trainer.home
 from checkpoint.manifest import read_manifest
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError, UserError
@@ -234,7 +234,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_message(tmp_path, monkeypatc
     def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system", "run/.lock")
 
-    monkeypatch.setattr(trainer.run, "take_folder", refuse)
+    monkeypatch.setattr(trainer.home, "take_folder", refuse)
     assert launch_here(tmp_path) == 78
     assert capsys.readouterr().err == (
         f"error: the run folder {tmp_path}/run can't be written (run/.lock: Read-only file system); "

@@ -1,6 +1,7 @@
 """A job that does not fit is told which change would make it fit, and with that change it does."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_launch_warns_before_it_builds_anything(monkeypatch, tmp_path, gib, de
     said = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib * GIB, 141 * GIB))
     monkeypatch.setattr(announce, "free_memory", lambda: host * GIB)
-    monkeypatch.setattr(announce.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=disk * GIB))
     monkeypatch.setattr(announce.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(announce.dist, "get_world_size", lambda: 1)
     console = type("Console", (), {"warning": staticmethod(said.append)})

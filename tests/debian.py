@@ -1,4 +1,4 @@
-"""Debian's packages of Slurm, unpacked once into the user's cache folder; nothing is installed."""
+"""Debian's packages of real servers, unpacked once into the user's cache folder; nothing is installed."""
 
 import fcntl
 import os
@@ -9,33 +9,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-WANTED = ("slurmctld", "slurmd", "slurm-client")
 RELEASE = "bookworm"
-"""Debian 12, whose Slurm is 22.05; the names of programs and settings differ in others."""
+"""Debian 12; the names of programs and settings differ in others."""
 TIMEOUT_SECONDS = 300
 
 
 class Unavailable(Exception):
-    """Why this machine can't have a Slurm."""
+    """Why this machine can't have a server."""
 
 
-def unpacked() -> Path:
-    """The folder with `usr/` of the packages and of what they need (4 MB to download, 14 MB).
+def unpacked(server: str, *wanted: str) -> Path:
+    """The folder with `usr/` of the packages that a server is in, and of what they need.
+
+    Args:
+        server: names the folder.
+        wanted: the packages.
 
     Raises:
         Unavailable: no Debian 12, or its archive is not reached.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise Unavailable(f"no {tool}: Slurm is taken from Debian's packages")
+            raise Unavailable(f"no {tool}: {server} is taken from Debian's packages")
     if _release() != RELEASE:
-        raise Unavailable(f"not Debian {RELEASE}, whose Slurm the tests know")
+        raise Unavailable(f"not Debian {RELEASE}, whose {server} the tests know")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "keel"
-    folder = cache / f"slurm-{RELEASE}-{platform.machine()}"
-    with _alone(cache / "slurm.lock"):
+    folder = cache / f"{server}-{RELEASE}-{platform.machine()}"
+    with _alone(cache / f"{server}.lock"):
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-            _download(folder)
+            _download(folder, wanted)
             (folder / "complete").touch()
     return folder
 
@@ -60,7 +63,7 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _download(folder: Path) -> None:
+def _download(folder: Path, wanted: tuple[str, ...]) -> None:
     """apt's lists and archives are kept in folders of our own, so that the machine's are as they were."""
     downloads = folder / "downloads"
     for place in ("lists/partial", "cache/archives/partial"):
@@ -71,11 +74,11 @@ def _download(folder: Path) -> None:
     for option in own:
         apt += ["-o", option]
     _output([*apt, "update"], folder)
-    listed = _output([*apt, "install", "--print-uris", "--no-install-recommends", *WANTED], folder)
+    listed = _output([*apt, "install", "--print-uris", "--no-install-recommends", *wanted], folder)
     # One line a package: 'URI' FILE SIZE HASH; a file is named PACKAGE_VERSION_ARCHITECTURE.deb.
     names = [line.split()[1].partition("_")[0] for line in listed.splitlines() if ".deb" in line]
     if not names:
-        raise Unavailable("Slurm is installed here, and the tests unpack one of their own")
+        raise Unavailable(f"{wanted[0]} is installed here, and the tests unpack one of their own")
     _output([*apt, "download", *names], downloads)
     for package in sorted(downloads.glob("*.deb")):
         _output(["dpkg-deb", "-x", str(package), str(folder)], folder)
@@ -89,5 +92,5 @@ def _output(command: list[str], folder: Path) -> str:
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{' '.join(command[:1])} took more than {TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:
-        raise Unavailable(f"{command[0]} can't get Slurm's packages: {done.stderr.strip()[-300:]}")
+        raise Unavailable(f"{command[0]} can't get packages: {done.stderr.strip()[-300:]}")
     return done.stdout

@@ -1,0 +1,217 @@
+"""Objects under one prefix of a bucket (S3, Google Cloud Storage, Azure), by the client obstore.
+
+Time limits and retries are Keel's: obstore's own give a throttled bucket up after 3 s and wait 75 s for a server that
+hangs. No object is put by a multipart upload, since what a killed process leaves of one is invisible, and billed until
+somebody aborts it. Credentials are the client's affair: it takes them from the environment and from its own files, and
+nothing here keeps or shows them.
+"""
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from configs.errors import UserError
+
+AT_ONCE = 4
+"""Requests with much data at the same time."""
+_PAUSE_SECONDS = 1.0
+_PROBE = ".probe-"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an answer is waited for."""
+
+    request_seconds: float
+    """Time for one request, which is then repeated."""
+    seconds: float
+    """Time after which a request that fails is no longer repeated."""
+
+
+QUICK = Patience(request_seconds=10, seconds=45)
+"""What is small, and what a launch waits for."""
+PATIENT = Patience(request_seconds=90, seconds=180)
+"""Parts of checkpoints: four at a time arrive from 0.4 MB/s on."""
+
+
+class BucketError(OSError):
+    """A request to object storage has failed; it says nothing about what is stored there."""
+
+    def __init__(self, url: str, reason: str, number: int = errno.EIO) -> None:
+        super().__init__(number, reason, url)
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed at another time, with nothing changed."""
+        return self.errno == errno.EIO
+
+
+_MISTAKES = {
+    "NoSuchBucket|bucket does not exist|ContainerNotFound": "there is no such bucket; create it, or correct the name",
+    "ExpiredToken|TokenRefreshRequired|RequestExpired": "the credentials have expired; renew them in the environment",
+    "InvalidAccessKeyId|SignatureDoesNotMatch|AuthFailure|InvalidToken|AuthenticationFailed": (
+        "the credentials are not valid; correct them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+    ),
+    "AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|incorrectly configured region": (
+        "the bucket is in another region; set AWS_REGION to it"
+    ),
+    "RequestTimeTooSkewed": "this host's clock is wrong; set it",
+    "AccessDenied|Forbidden|PermissionDenied|necessary privileges": (
+        "permission is denied; these credentials need to list, read, write and delete objects there"
+    ),
+    "169\\.254\\.169\\.254|metadata\\.google\\.internal|/latest/api/token|Unauthenticated": (
+        "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or your cloud's (docs/buckets.md)"
+    ),
+}
+"""What the text of an error shows, and what to do; the same request fails again."""
+_OUTAGES = {
+    "SlowDown|503 Service": "the server is too busy (503)",
+    "kind: Timeout": "the server does not answer in time",
+    "kind: Connect|error sending request|connection": "the server can't be reached, or closes the connection",
+    "5\\d\\d ": "the server fails",
+}
+
+
+class Bucket:
+    """The objects whose keys begin with a prefix; keys here are those after it. Every method may raise BucketError."""
+
+    def __init__(self, url: str, quick: Patience = QUICK, patient: Patience = PATIENT) -> None:
+        """`url`: as in s3://bucket/run.
+
+        Raises:
+            UserError: the client is not installed.
+        """
+        self.url = url.rstrip("/")
+        try:
+            import obstore
+        except ImportError:
+            raise UserError(f"{url} needs the package obstore: pip install 'keel[storage]'") from None
+        self._client = obstore
+        self._quick = _store(self.url, quick)
+        self._patient = _store(self.url, patient)
+        self._patience = quick
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that put and get much data."""
+        return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket")
+
+    def get(self, key: str) -> bytes:
+        """The content of an object.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self._called(key, lambda: bytes(self._client.get(self._patient, key).bytes()))
+
+    def changed(self, key: str) -> float:
+        """When an object was put, in seconds since the epoch by the server's clock."""
+        return self._called(key, lambda: self._client.head(self._quick, key)["last_modified"].timestamp())
+
+    def put(self, key: str, content: Any) -> None:
+        """Create or replace an object, at once."""
+        self._called(key, lambda: self._client.put(self._patient, key, content, use_multipart=False))
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create an object that must not exist: of several who try, one succeeds.
+
+        Raises:
+            FileExistsError: it exists, with other content.
+        """
+        deadline = time.monotonic() + self._patience.seconds
+        while True:
+            try:
+                self._called(
+                    key, lambda: self._client.put(self._quick, key, content, use_multipart=False, mode="create")
+                )
+                return
+            except FileExistsError:
+                if self.get(key) != content:  # ours, if the answer to an earlier request was lost
+                    raise
+                return
+            except BucketError as error:  # the client does not repeat a request that may have been fulfilled
+                if not error.may_pass or time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """The keys that begin with `prefix`, which ends in a slash or is empty, and the sizes of their objects."""
+
+        def listed() -> dict[str, int]:
+            pages = self._client.list(self._quick, prefix.rstrip("/") or None)
+            return {each["path"]: each["size"] for page in pages for each in page}
+
+        return self._called(prefix, listed)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, of which some may not exist."""
+        doomed = list(keys)
+        if doomed:
+            self._called(doomed[0], lambda: self._client.delete(self._quick, doomed))
+
+    def require_usable(self) -> None:
+        """Put, read, list and delete an object, so that what is wrong shows before anything is built.
+
+        Raises:
+            BucketError: what is wrong, and what to do.
+        """
+        key = f"{_PROBE}{uuid4().hex}"
+        self.create(key, b"")
+        self.get(key)
+        self.list(f"{key}/")
+        self.delete([key])
+
+    def _called(self, key: str, action: Callable[[], Result]) -> Result:
+        """The result of a request, or its error as one of the system's."""
+        url = f"{self.url}/{key}"
+        try:
+            return action()
+        except (self._client.exceptions.BaseError, OSError, ValueError) as error:
+            text = str(error)
+            if isinstance(error, self._client.exceptions.AlreadyExistsError):
+                raise FileExistsError(errno.EEXIST, "it exists already", url) from None
+            for pattern, reason in _MISTAKES.items():
+                if re.search(pattern, text):
+                    raise BucketError(self.url, reason + _region(text), errno.EACCES) from None
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from None
+            reasons = (reason for pattern, reason in _OUTAGES.items() if re.search(pattern, text))
+            raise BucketError(url, next(reasons, None) or _without_secrets(text)) from None
+
+
+def _store(url: str, patience: Patience) -> Any:
+    """The client's store at a place."""
+    from obstore.store import from_url
+
+    backoff = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2}
+    retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience.seconds), "backoff": backoff}
+    client: Any = {"timeout": timedelta(seconds=patience.request_seconds), "connect_timeout": timedelta(seconds=5)}
+    if os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true":  # the client asks only when it is given no options
+        client["allow_http"] = True
+    return from_url(url, client_options=client, retry_config=retries)
+
+
+def _region(text: str) -> str:
+    found = re.search("<Region>([a-z0-9-]+)</Region>", text)
+    return f" ({found[1]})" if found else ""
+
+
+def _without_secrets(text: str) -> str:
+    """The first line of an error, without the value of any variable that may hold a credential."""
+    line = text.splitlines()[0][:300] if text else "it has failed"
+    for name, value in os.environ.items():
+        if value and re.search("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", name):
+            line = line.replace(value, "***")
+    return line

@@ -1,0 +1,130 @@
+"""Runs whose folder is in a bucket of a real S3 server, each launch with an empty disk."""
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from checkpoint.bucket import Bucket
+from checkpoint.bucket_launch import claim_in
+from checkpoint.manifest import MANIFEST_NAME
+from scripts import checkpoint as checkpoint_script
+from scripts import report, runs
+from tests.bucket.ceph import ACCESS_KEY, SECRET_KEY, Ceph
+from tests.end_to_end.launch import (
+    ENVIRONMENT,
+    ROOT,
+    assert_same_tensors,
+    curve,
+    finish,
+    launch,
+    start,
+    status,
+    tensors,
+)
+
+pytestmark = pytest.mark.slow
+
+WORDS = "--checkpoint.interval 10 --metrics.fingerprint true"
+
+
+def fresh(tmp_path: Path, name: str) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    return folder
+
+
+def test_the_same_bits_as_on_a_disk_from_host_to_host(
+    server: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One process, then two ranks elsewhere, which find nothing but the bucket; then the commands, elsewhere again."""
+    a, b, c = (fresh(tmp_path, name) for name in "abc")
+    url = "s3://keel/some/run"
+    place = f"{WORDS} --job.output_dir {url}"
+    first = launch(a, f"{place} --training.steps 15", env=server.environment)
+    assert "s3://keel/some/run is this run's folder" in first.out
+    launch(b, place, ranks=2, env=server.environment)
+    launch(tmp_path, f"{WORDS} --training.steps 15")
+    launch(tmp_path, WORDS, ranks=2)
+    here = b / "runs/s3/keel/some/run"
+    assert curve(here) == curve(tmp_path / "run")
+    placeholder = here / "checkpoints/step-00000020/__0_0.distcp"
+    assert not placeholder.read_bytes().strip(b"\0")
+
+    monkeypatch.chdir(c)
+    assert checkpoint_script.main(["verify", url]) == 0
+    copy = c / "runs/copies/s3/keel/some/run"
+    assert_same_tensors(tensors(copy), tensors(tmp_path / "run"))
+    assert curve(copy) == curve(tmp_path / "run")
+    assert runs.main([url]) == 0
+    assert report.main([url, "--output", "page.html"]) == 0
+    assert "20  " in capsys.readouterr().out
+    replayed = [sys.executable, str(ROOT / "scripts/replay.py"), url, "--step", "12", "--ranks", "1"]
+    subprocess.run(replayed, check=True, env=ENVIRONMENT | server.environment, capture_output=True)
+
+    bucket = Bucket(url)
+    texts = [bucket.get(key) for key in bucket.list()]
+    texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    texts += [first.out.encode(), first.err.encode()]
+    assert not [text for text in texts if ACCESS_KEY.encode() in text or SECRET_KEY.encode() in text]
+
+
+def test_a_server_that_is_killed_and_comes_back_costs_the_run_nothing(server: Ceph, tmp_path: Path):
+    """It is away for 8 seconds, in the middle of the saves; training goes on, and every save arrives."""
+    url = "s3://keel/outage"
+    words = "--metrics.tensorboard false --checkpoint.interval 40 --training.steps 400"
+    process = start(tmp_path, f"{words} --job.output_dir {url}", env=server.environment)
+    ended = threading.Thread(target=process.wait)
+    ended.start()
+    run = tmp_path / "runs/s3/keel/outage"
+    while not list(run.glob("checkpoints/step-*/MANIFEST.json")):
+        assert ended.is_alive()
+        time.sleep(0.02)
+    server.kill_gateway()
+    before = len(curve(run))
+    time.sleep(8)
+    after = len(curve(run))
+    server.start_gateway()
+    outcome = finish(process)
+    assert outcome.code == 0, outcome.err
+    assert after > before
+    assert status(run)["state"] == "done"
+    keys = Bucket(url).list()
+    assert sum(key.endswith(MANIFEST_NAME) for key in keys) == 10
+    launch(tmp_path, f"{words} --job.output_dir undisturbed")
+    assert curve(run) == curve(tmp_path / "undisturbed")
+
+
+def test_what_the_real_server_says_of_a_name_or_a_key_that_is_wrong(server: Ceph, tmp_path: Path):
+    wrong = server.environment | {"AWS_SECRET_ACCESS_KEY": "another"}
+    outcome = launch(tmp_path, "--job.output_dir s3://none/run", env=server.environment, expect=78)
+    assert "s3://none/run: there is no such bucket; create it, or correct the name" in outcome.err
+    outcome = launch(tmp_path, "--job.output_dir s3://keel/denied", env=wrong, expect=78)
+    assert "s3://keel/denied: the credentials are not valid; correct them" in outcome.err
+    assert "another" not in outcome.err + outcome.out
+
+
+def test_of_many_who_claim_at_once_each_gets_a_number_of_its_own(server: Ceph, tmp_path: Path):
+    """By the server's conditional PUT."""
+
+    def claimed(_: int) -> int:
+        while True:  # those who have claimed have ended
+            claim = claim_in(Bucket("s3://keel/claims"), tmp_path, {}, print, waits=True)
+            claim.end()
+            return claim.number
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(claimed, range(16))) == [*range(1, 17)]
+
+
+def test_more_keys_than_a_page_of_a_listing_has(server: Ceph):
+    bucket = Bucket("s3://keel/many")
+    names = [f"parts/{number:04d}" for number in range(1100)]
+    list(bucket.pool.map(lambda name: bucket.put(name, b"1"), names))
+    assert sorted(bucket.list("parts/")) == names
+    bucket.delete(names)
+    assert not bucket.list()

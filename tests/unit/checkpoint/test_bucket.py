@@ -1,0 +1,527 @@
+"""A run in a bucket, in one process: who may write, what counts, what is read, and what is said.
+
+The real server is in tests/bucket; a stub here answers as no real one can be made to.
+"""
+
+import http.server
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+obstore = pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
+
+from checkpoint import bucket as buckets  # noqa: E402
+from checkpoint import bucket_launch as launches  # noqa: E402
+from checkpoint import bucket_storage as storages  # noqa: E402
+from checkpoint.bucket import Bucket, BucketError, Patience  # noqa: E402
+from checkpoint.bucket_launch import Claim, claim_in  # noqa: E402
+from checkpoint.bucket_storage import BucketStorage, local_copy, with_tensors  # noqa: E402
+from checkpoint.incarnation import Superseded  # noqa: E402
+from checkpoint.lock import FolderInUse  # noqa: E402
+from checkpoint.manager import CheckpointManager  # noqa: E402
+from checkpoint.manifest import MANIFEST_NAME, step_folder, steps_in  # noqa: E402
+from checkpoint.reader import Description, Log  # noqa: E402
+from checkpoint.verify import check  # noqa: E402
+from configs.errors import ConfigError, OutageError, UserError  # noqa: E402
+from configs.load import load  # noqa: E402
+from configs.places import local_folder, url_fault  # noqa: E402
+from configs.schema import Checkpoint  # noqa: E402
+from tests.conftest import ROOT  # noqa: E402
+from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
+    CONFIG,
+    assert_equal,
+    make_state,
+    process_group,  # noqa: F401
+)
+
+URL = "s3://bucket/run"
+BRIEF = Patience(request_seconds=0.5, seconds=1.5)
+SECRETS = {"AWS_ACCESS_KEY_ID": "id-of-a-key-1234", "AWS_SECRET_ACCESS_KEY": "much-too-secret-1234"}
+
+
+@pytest.fixture
+def objects(monkeypatch, tmp_path):
+    """The folder whose files are the objects of every bucket; launches are taken for dead after a moment."""
+
+    def store(url, patience):
+        return obstore.store.LocalStore(tmp_path / "objects" / url.partition("://")[2], mkdir=True)
+
+    monkeypatch.setattr(buckets, "_store", store)
+    monkeypatch.setattr(launches, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(launches, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(launches, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(storages, "PART_BYTES", 100)
+    return tmp_path / "objects/bucket/run"
+
+
+class Host:
+    """A launch on a host with a disk of its own."""
+
+    def __init__(self, disk, log=None, **settings):
+        self.folder = disk / "runs/s3/bucket/run"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = [] if log is None else log
+        bucket = Bucket(URL)
+        self.claim = claim_in(bucket, self.folder, {}, self.log.append)
+        self.storage = BucketStorage(bucket, self.folder, self.claim)
+        self.storage.fetch(self.log.append)
+        table = Checkpoint(**{"mode": "sync", "interval": 10, **settings})
+        run = Description(CONFIG, {"dp_shard": 1})
+        told = Log(self.log.append, self.log.append)
+        root = self.folder / "checkpoints"
+        self.manager = CheckpointManager(root, table, run, told, self.claim, self.storage)
+        self.state = make_state(99)
+
+    def begin(self):
+        found = self.manager.resume(self.state)
+        self.manager.begin_lineage()
+        return found and found["step"]
+
+    def save(self, *steps):
+        for step in steps:
+            self.manager.save(step, make_state(step), {"tokens": step * 100, "step": step})
+            self.manager.wait()
+
+    def close(self):
+        self.manager.close()
+        self.storage.push()
+        self.claim.end()
+
+
+def launched(disk, *steps, **settings):
+    """A launch that saves and ends; what it began from."""
+    host = Host(disk, **settings)
+    began = host.begin()
+    host.save(*steps)
+    host.close()
+    return began
+
+
+def manifests(objects):
+    return sorted(str(path.parent.relative_to(objects / "checkpoints")) for path in objects.rglob(MANIFEST_NAME))
+
+
+def test_a_disk_that_is_empty_continues_bit_for_bit(objects, tmp_path):
+    assert launched(tmp_path / "a", 10, 20, mode="async") is None
+    host = Host(tmp_path / "b")
+    assert host.begin() == 20
+    assert_equal(host.state, make_state(20))
+    host.save(30)
+    host.close()
+    assert manifests(objects) == ["step-00000010/of-1.0", "step-00000020/of-1.0", "step-00000030/of-2.0"]
+    # On the second disk no tensor has content, and the files of the run are there.
+    distcp = tmp_path / "b/runs/s3/bucket/run/checkpoints/step-00000020/__0_0.distcp"
+    assert distcp.stat().st_size > 300
+    assert not distcp.read_bytes().strip(b"\0")
+
+
+def test_the_files_of_the_run_follow_it(objects, tmp_path):
+    host = Host(tmp_path / "a")
+    host.begin()
+    (host.folder / "metrics.jsonl").write_text("one\n")
+    (host.folder / "tensorboard").mkdir()
+    (host.folder / "tensorboard/events").write_text("curve")
+    (host.folder / ".hidden").write_text("no")
+    host.save(10)
+    assert (objects / "metrics.jsonl").read_text() == "one\n"
+    (host.folder / "metrics.jsonl").write_text("one\ntwo\n")
+    host.close()
+    assert not (objects / ".hidden").exists()
+    other = Host(tmp_path / "b")
+    assert (other.folder / "metrics.jsonl").read_text() == "one\ntwo\n"
+    assert (other.folder / "tensorboard/events").read_text() == "curve"
+
+
+def test_only_the_parts_that_are_needed_are_read(objects, tmp_path, monkeypatch):
+    """Of one tensor: the objects that hold it, and no other."""
+    launched(tmp_path / "a", 10)
+    host = Host(tmp_path / "b")
+    host.begin()
+    read = []
+    get = Bucket.get
+    monkeypatch.setattr(Bucket, "get", lambda self, key: read.append(key) or get(self, key))
+    checkpoint = step_folder(host.folder / "checkpoints", 10)
+    with host.storage.open(checkpoint / "__0_0.distcp") as file:
+        file.seek(250)
+        some = file.read(120)
+    assert [key.rpartition("/")[2][:6] for key in read] == ["000002", "000003"]
+    whole = b"".join(path.read_bytes() for path in sorted((objects / "checkpoints").rglob("__0_0.distcp/*")))
+    assert some == whole[250:370]
+
+
+def test_a_prefix_without_a_manifest_is_no_checkpoint_and_is_removed(objects, tmp_path, monkeypatch):
+    """Killed after the files, before the manifest; and killed in the middle of the files."""
+    host = Host(tmp_path / "a")
+    host.begin()
+    host.save(10)
+    monkeypatch.setattr(host.storage, "commit", killed)
+    monkeypatch.setattr(host.storage, "discard", lambda unfinished: None)
+    with pytest.raises(Killed):
+        host.save(20)
+    left = objects / "checkpoints/step-00000020/of-1.0"
+    assert (left / "trainer.json").exists()
+    (left / "trainer.json").unlink()
+    other = Host(tmp_path / "b")
+    assert other.begin() == 10
+    assert any("has given no sign of life" in line for line in other.log)
+    assert any("an interrupted save has left behind" in line for line in other.log)
+    assert not [path for path in left.rglob("*") if path.is_file()]
+    other.save(20)
+    other.close()
+    assert launched(tmp_path / "c") == 20
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed(*arguments):
+    raise Killed
+
+
+def test_of_two_launches_one_has_the_run(objects, tmp_path):
+    first = Host(tmp_path / "a")
+    first.claim.beat(lambda: None)
+    with pytest.raises(FolderInUse, match=r"s3://bucket/run is in use by process \d+ on host"):
+        Host(tmp_path / "b")
+    first.begin()
+    first.save(10)
+    first.close()
+    assert launched(tmp_path / "b") == 10
+
+
+def test_a_launch_that_has_lost_the_run_hears_of_it(objects, tmp_path):
+    """From its sign of life, without a request for each line of metrics."""
+    lost = Host(tmp_path / "a")
+    lost.claim.beat(lambda: time.sleep(1))  # the first takes long
+    time.sleep(0.2)
+    lost.claim.require_newest_known()
+    Host(tmp_path / "b")
+    for _ in range(100):
+        if not lost.claim.is_current():
+            break
+        time.sleep(0.05)
+    with pytest.raises(Superseded, match="superseded by incarnation 2"):
+        lost.claim.require_newest_known()
+
+
+def test_many_claim_at_once_and_each_number_is_given_once(objects, tmp_path, monkeypatch):
+    monkeypatch.setattr(launches, "SILENCE_SECONDS", 0)
+    monkeypatch.setattr(launches, "_await_end", lambda *arguments: None)
+    with ThreadPoolExecutor(8) as pool:
+        claims = list(pool.map(lambda _: claim_in(Bucket(URL), tmp_path, {}, print), range(24)))
+    assert sorted(claim.number for claim in claims) == [*range(1, 25)]
+
+
+def test_a_sleeper_that_wakes_can_not_commit(objects, tmp_path, monkeypatch):
+    """Not before its look for a newer launch, and not between that look and the commit."""
+    sleeper = Host(tmp_path / "a")
+    sleeper.begin()
+    sleeper.save(10)
+    newer = Host(tmp_path / "b")  # the sleeper gives no sign of life
+    assert newer.begin() == 10
+    with pytest.raises(Superseded, match="superseded by incarnation 2"):
+        sleeper.save(20)
+    with monkeypatch.context() as late:  # it falls asleep again behind its look
+        late.setattr(Claim, "require_current", lambda self: None)
+        sleeper.save(30)
+    assert "step-00000030/of-1.0" in manifests(objects)
+    newer.save(20)
+    newer.close()
+    third = Host(tmp_path / "c")
+    assert steps_in(third.folder / "checkpoints") == [10, 20]
+    assert third.begin() == 20
+
+
+def test_steps_that_a_run_went_back_from_do_not_come_back(objects, tmp_path):
+    launched(tmp_path / "a", 10, 20, 30)
+    assert launched(tmp_path / "b", 20, load=10, go_back=1) == 10
+    assert manifests(objects) == [
+        "step-00000010/of-1.0",
+        "step-00000020/of-1.0",
+        "step-00000020/of-2.0",
+        "step-00000030/of-1.0",
+    ]
+    third = Host(tmp_path / "c")
+    assert third.begin() == 20
+    assert third.storage.place(step_folder(third.folder / "checkpoints", 20)).endswith("of-2.0/")
+
+
+def test_a_rewind_within_a_launch_counts_as_a_beginning(objects, tmp_path):
+    host = Host(tmp_path / "a")
+    host.begin()
+    host.save(10, 20)
+    assert host.manager.can_rewind(10)
+    assert host.manager.rewind(10, host.state)["step"] == 10
+    host.save(20)
+    host.close()
+    assert manifests(objects)[1:] == ["step-00000020/of-1.0", "step-00000020/of-1.1"]
+    other = Host(tmp_path / "b")
+    assert other.begin() == 20
+    assert other.storage.place(step_folder(other.folder / "checkpoints", 20)).endswith("of-1.1/")
+
+
+def test_old_checkpoints_are_removed_with_all_their_objects(objects, tmp_path):
+    launched(tmp_path / "a", 10, 20, 30, keep_last=2)
+    assert manifests(objects) == ["step-00000020/of-1.0", "step-00000030/of-1.0"]
+    assert not [path for path in (objects / "checkpoints/step-00000010").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "swapped"])
+def test_a_damaged_object_is_found_and_the_checkpoint_before_is_taken(objects, tmp_path, damage):
+    launched(tmp_path / "a", 10, 20)
+    parts = sorted((objects / "checkpoints/step-00000020").rglob("__0_0.distcp/*"))
+    content = parts[3].read_bytes()
+    if damage == "cut":
+        parts[3].write_bytes(content[:-1])
+    elif damage == "changed":
+        parts[3].write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif damage == "swapped":
+        parts[3].write_bytes(parts[4].read_bytes())
+        parts[4].write_bytes(content)
+    else:
+        parts[3].unlink()
+    host = Host(tmp_path / "b")
+    assert host.begin() == 10
+    assert_equal(host.state, make_state(10))
+    assert any("step-00000020 is damaged" in line and "trying the one before it" in line for line in host.log)
+
+
+@pytest.mark.parametrize("name", ["index.json", "trainer.json", MANIFEST_NAME])
+def test_what_describes_a_checkpoint_is_looked_at_as_well(objects, tmp_path, name):
+    launched(tmp_path / "a", 10, 20)
+    (file,) = (objects / "checkpoints/step-00000020").rglob(name)
+    file.write_bytes(file.read_bytes()[:-3])
+    assert Host(tmp_path / "b").begin() == 10
+
+
+def test_a_sign_of_life_does_not_undo_a_beginning(objects, tmp_path, monkeypatch):
+    """Though its request takes long, and that of the beginning does not."""
+    host = Host(tmp_path / "a")
+    put = Bucket.put
+
+    def slow(self, key, content):
+        if threading.current_thread().name == "sign of life":
+            time.sleep(0.3)
+        put(self, key, content)
+
+    monkeypatch.setattr(Bucket, "put", slow)
+    host.claim.beat(lambda: None)
+    time.sleep(0.15)  # a sign of life is under way
+    host.claim.begin(7)
+    monkeypatch.undo()
+    time.sleep(0.5)
+    assert launches.record_of(host.claim.bucket, 1)["begins"] == [7]
+    host.claim._ends.set()
+
+
+def test_a_bucket_that_can_not_be_read_now_is_no_damage(objects, tmp_path, monkeypatch):
+    """Else a run would go back to an older checkpoint because the network was down."""
+    launched(tmp_path / "a", 10, 20)
+    host = Host(tmp_path / "b")
+
+    def get(self, key):
+        raise BucketError(f"{URL}/{key}", "the server does not answer in time")
+
+    monkeypatch.setattr(Bucket, "get", get)
+    with pytest.raises(
+        OutageError, match=r"step-00000020 can't be read now: rank 0: s3://bucket/run/checkpoints.*in time"
+    ):
+        host.begin()
+
+
+def test_a_save_that_fails_is_tried_again_and_the_run_goes_on(objects, tmp_path, monkeypatch):
+    host = Host(tmp_path / "a")
+    host.begin()
+    host.save(10)
+    put = Bucket.put
+
+    def fails(self, key, content):
+        if "distcp" in key:
+            raise BucketError(f"{URL}/{key}", "the server is too busy (503)")
+        put(self, key, content)
+
+    monkeypatch.setattr(Bucket, "put", fails)
+    host.save(20)
+    monkeypatch.undo()
+    assert any("the server is too busy (503)" in line and "training continues" in line for line in host.log)
+    assert steps_in(host.folder / "checkpoints") == [10]
+
+
+def test_a_copy_has_the_tensors_when_they_are_asked_for(objects, tmp_path, monkeypatch):
+    launched(tmp_path / "a", 10, 20)
+    (objects / "config.toml").write_text("")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    copy = local_copy(URL)
+    assert str(copy) == "runs/copies/s3/bucket/run"
+    assert steps_in(copy / "checkpoints") == [10, 20]
+    with pytest.raises(UserError, match="has changed"):
+        check(step_folder(copy / "checkpoints", 20))
+    check(with_tensors(step_folder(copy / "checkpoints", 20)))
+    again = local_copy(f"{URL}/checkpoints/step-00000020")
+    check(again)  # without bringing them again
+    assert (
+        steps_in(local_copy("s3://bucket") / "run/checkpoints") == [10, 20]
+        if url_fault("s3://bucket") is None
+        else True
+    )
+    with pytest.raises(UserError, match="there is no run or checkpoint of that name"):
+        local_copy("s3://bucket/none")
+
+
+# ------------------------------------------------------------------- what the server says
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A server that answers each request by a function of its number: (status, code), None to hang, b"" to hang up."""
+    answers = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            stubbed.requests += 1
+            told = answers[-1](stubbed.requests)
+            if told is None:
+                over.wait(30)
+            if not told:
+                self.close_connection = True
+                return
+            status, code = told
+            text = f"<Error><Code>{code}</Code><Message>{SECRETS}</Message><Region>eu-west-1</Region></Error>".encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
+
+        def log_message(self, *arguments):
+            pass
+
+    class Stub:
+        requests = 0
+
+        def bucket(self, answer):
+            answers.append(answer)
+            return Bucket(URL, BRIEF, BRIEF)
+
+    over = threading.Event()
+    stubbed = Stub()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    for name, value in {
+        **SECRETS,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield stubbed
+    over.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said", "may_pass"),
+    [
+        (404, "NoSuchBucket", "there is no such bucket; create it", False),
+        (403, "AccessDenied", "permission is denied; these credentials need to list, read, write and delete", False),
+        (400, "ExpiredToken", "the credentials have expired; renew them", False),
+        (403, "InvalidAccessKeyId", "the credentials are not valid; correct them", False),
+        (403, "SignatureDoesNotMatch", "the credentials are not valid; correct them", False),
+        (400, "AuthorizationHeaderMalformed", r"in another region; set AWS_REGION to it \(eu-west-1\)", False),
+        (403, "RequestTimeTooSkewed", "this host's clock is wrong", False),
+        (503, "SlowDown", r"the server is too busy \(503\)", True),
+        (418, "Teapot", "418", True),
+    ],
+)
+def test_one_message_for_each_thing_that_is_wrong(stub, status, code, said, may_pass):
+    with pytest.raises(BucketError, match=said) as raised:
+        stub.bucket(lambda _: (status, code)).require_usable()
+    assert raised.value.may_pass is may_pass
+    assert str(raised.value).startswith(URL)
+    assert "\n" not in str(raised.value)
+    assert not [secret for secret in SECRETS.values() if secret in str(raised.value)]
+
+
+def test_what_passes_is_waited_for(stub):
+    stub.bucket(lambda number: (503, "SlowDown") if number < 4 else (200, "")).put("key", b"content")
+    assert stub.requests == 4
+
+
+def test_a_server_that_hangs_is_given_up_in_time(stub):
+    started = time.monotonic()
+    with pytest.raises(BucketError, match="the server does not answer in time"):
+        stub.bucket(lambda _: None).create("key", b"content")
+    assert time.monotonic() - started < 6
+
+
+def test_a_connection_that_is_closed_is_made_again(stub):
+    stub.bucket(lambda number: b"" if number < 3 else (200, "")).put("key", b"content")
+
+
+def test_a_server_that_is_not_there(monkeypatch):
+    for name, value in {**SECRETS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BucketError, match="the server can't be reached"):
+        Bucket(URL, BRIEF, BRIEF).require_usable()
+
+
+def test_an_answer_that_was_lost_is_no_second_winner(objects):
+    bucket = Bucket(URL)
+    bucket.create("key", b"ours")
+    bucket.create("key", b"ours")
+    with pytest.raises(FileExistsError):
+        bucket.create("key", b"theirs")
+
+
+def test_a_client_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UserError, match=r"s3://bucket/run needs the package obstore: pip install 'keel\[storage\]'"):
+        Bucket(URL)
+
+
+# ------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("s3://bucket", "names a whole bucket"),
+        ("s3://bucket/", "names a whole bucket"),
+        ("s3://key:secret@bucket/run", "holds no credentials"),
+        ("s3://bucket/run?endpoint=x", "holds no credentials"),
+        ("hdfs://host/run", "s3:// or gs:// or az://"),
+        ("s3://bucket/../run", "s3:// or gs:// or az://"),
+        ("s3://bucket//run", "s3:// or gs:// or az://"),
+    ],
+)
+def test_a_name_that_is_none(name, said):
+    assert said in url_fault(name)
+    with pytest.raises(ConfigError, match=r"job\.output_dir") as raised:
+        load(str(ROOT / "tests/end_to_end/tiny.toml"), ("--job.output_dir", name))
+    assert said in str(raised.value)
+
+
+def test_the_folder_that_stands_for_a_place():
+    assert str(local_folder("gs://a-bucket/some/run")) == "runs/gs/a-bucket/some/run"
+    job = load(str(ROOT / "tests/end_to_end/tiny.toml"), ("--job.output_dir", "s3://bucket/run")).config.job
+    assert (str(job.folder), job.place) == ("runs/s3/bucket/run", "s3://bucket/run")
+
+
+def test_commands_after_a_save_are_refused():
+    words = ("--job.output_dir", URL, "--checkpoint.interval", "5")
+    table = "[{name = 'export', command = 'keel export {checkpoint} {output}', every = 5}]"
+    with pytest.raises(ConfigError, match="a run in object storage has none"):
+        load(str(ROOT / "tests/end_to_end/tiny.toml"), (*words, "--checkpoint.after_save", table))
