@@ -73,10 +73,10 @@ def measure(
 
     def one_step(micro_batches: list[MicroBatch], last: QueuedStep | None) -> QueuedStep:
         """A step as the trainer's on a GPU: the last step's result is read once this step's work is queued."""
-        gradients = learner.gradients(micro_batches)
+        gradients = learner.gradients(micro_batches, in_buffers=True)
         if last is not None:
             last.read()
-        step = learner.judge(micro_batches, gradients)
+        step = learner.judge(micro_batches, gradients, in_buffers=True)
         learner.update(step, 1e-4)
         return step
 
