@@ -97,6 +97,9 @@ FIGURES = (
     Figure("Goodput", (Line("goodput"),), "share", "share of the time since the first launch that trained"),
     Figure("Lag of the slowest rank", (Line("lag_seconds"),), "seconds", "per step"),
     Figure("Load imbalance", (Line("load_imbalance"),), note="busiest expert over the mean", is_noisy=True),
+    Figure(
+        "Steps computed again", (Line("repeated_steps"),), note="a buffer of experts was too small", if_nonzero=True
+    ),
     Figure("Router entropy", (Line("router_entropy"),), note="nats, mean over tokens and layers"),
     Figure(
         "Gradient noise scale",

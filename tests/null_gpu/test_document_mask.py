@@ -32,7 +32,7 @@ MESHES = {
 
 def zeros(_verdict: QueuedStep) -> StepResult:
     """As if the numbers were zeros: memory that ids were copied to may be theirs now."""
-    return StepResult(0.0, 0.0, False, False, False, False, 0.0, 0.0)
+    return StepResult(0.0, 0.0, False, False, False, False, False, 0.0, 0.0)
 
 
 def step(words: str, documents: str = "true") -> dict:
