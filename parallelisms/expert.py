@@ -22,6 +22,7 @@ from math import ceil
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +52,8 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, buffer_factor: flo
         computation = "compute" if hasattr(experts, "compute") else "forward"
         forward = getattr(experts, computation)
         group = mesh.get_group("ep").group_name
-        setattr(experts, computation, partial(_on_their_ranks, experts, forward, group, buffer_factor))
+        on_their_ranks = partial(_on_their_ranks, experts, forward, group, mesh.size(0), buffer_factor)
+        setattr(experts, computation, on_their_ranks)
 
 
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -67,6 +69,7 @@ def _on_their_ranks(
     experts: Any,
     forward: Callable[[Tensor, Tensor], Tensor],
     group: str,
+    n_ranks: int,
     buffer_factor: float | None,
     rows: Tensor,
     counts: Tensor,
@@ -77,12 +80,13 @@ def _on_their_ranks(
         experts: this rank's.
         forward: their forward pass.
         group: name of the process group over which the experts are distributed, in order.
+        n_ranks: its size.
         buffer_factor: as for `apply_expert_parallel`.
         rows: (n, dim), sorted by expert.
         counts: (n_experts,) int64, rows of each expert.
     """
     if experts.in_buffers and buffer_factor:
-        own_counts, *places = _route_in_buffers(counts, rows.shape[0], buffer_factor, group)
+        own_counts, *places = _route_in_buffers(counts, rows.shape[0], buffer_factor, n_ranks, group)
         return _return_in_buffers(forward(_send_in_buffers(rows, *places, group), own_counts), *places, group)
     own_counts, *route = _route(counts, rows.shape[0], group)
     results = forward(_send(rows, *route, group), own_counts)
@@ -190,15 +194,17 @@ def buffer_rows(n: int, factor: float, n_ranks: int) -> int:
     return min(n, ceil(n * (factor / n_ranks)))
 
 
-@torch.library.custom_op("keel::route_in_buffers", mutates_args=())
 def _route_in_buffers(
-    counts: Tensor, n: int, factor: float, group: str
+    counts: Tensor, n: int, factor: float, n_ranks: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Exchange how many rows arrive for each expert, and find each row's place, without waiting for the device.
+
+    All but the exchange is arithmetic on small tensors, without sorting, which torch.compile joins into few kernels.
 
     Args:
         counts, n, group: as for `_route`.
         factor: size of a buffer over that of an even load.
+        n_ranks: the size of the group.
 
     Returns:
         counts: (own experts,) int64, rows that arrive for each expert of this rank.
@@ -208,34 +214,30 @@ def _route_in_buffers(
             fills a buffer up behind the rows.
         as_arrived: the inverse permutation.
     """
-    n_ranks = group_named(group).size()
     size = buffer_rows(n, factor, n_ranks)
-    by_rank = counts.unflatten(0, (n_ranks, -1))  # (ranks, experts of each)
-    n_experts = by_rank.shape[1]
-    arriving = _all_to_all(counts, [n_experts] * n_ranks, [n_experts] * n_ranks, group).view_as(by_rank)
     position = torch.arange(size, device=counts.device)
+    by_rank = counts.unflatten(0, (n_ranks, -1))  # (ranks, experts of each)
     ends = by_rank.sum(1).cumsum(0)  # the rows are sorted by rank
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    starts = F.pad(ends[:-1], (1, 0))
     leaving = (starts[:, None] + position).clamp(max=n - 1).flatten()
     row = torch.arange(n, device=counts.device)
     rank = torch.searchsorted(ends, row, right=True)
     places = rank * size + (row - starts[rank]).clamp(max=size - 1)
+
+    n_experts = by_rank.shape[1]
+    even = [n_experts] * n_ranks
+    # How many rows leave for each expert.
+    arriving = _all_to_all(counts, even, even, group).unflatten(0, (n_ranks, -1))
     own_ends = arriving.cumsum(1).clamp(max=size)
-    # The expert of each row that arrives; the number of experts where it only fills a buffer up.
+    # (ranks, own experts + 1): where each expert's rows begin in a buffer, and last what fills it up.
+    begins = F.pad(own_ends, (1, 0))
+    lengths = F.pad(own_ends, (0, 1), value=size) - begins
+    before = (lengths.T.flatten().cumsum(0) - lengths.T.flatten()).unflatten(0, (-1, n_ranks)).T  # by expert, then rank
     expert = torch.searchsorted(own_ends, position.expand(n_ranks, -1).contiguous(), right=True)
-    by_expert = expert.flatten().argsort(stable=True)
-    as_arrived = torch.empty_like(by_expert)
-    as_arrived[by_expert] = torch.arange(len(by_expert), device=counts.device)
-    own_counts = own_ends.diff(dim=1, prepend=own_ends.new_zeros(n_ranks, 1)).sum(0)
-    return own_counts, leaving, places, by_expert, as_arrived
-
-
-@_route_in_buffers.register_fake
-def _(counts: Tensor, n: int, factor: float, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n_ranks = group_named(group).size()
-    n_places = n_ranks * buffer_rows(n, factor, n_ranks)
-    leaving, by_expert, as_arrived = (counts.new_empty(n_places) for _ in range(3))
-    return counts.new_empty(len(counts) // n_ranks), leaving, counts.new_empty(n), by_expert, as_arrived
+    as_arrived = (before.gather(1, expert) + position - begins.gather(1, expert)).flatten()
+    by_expert = torch.empty_like(as_arrived)
+    by_expert[as_arrived] = torch.arange(len(as_arrived), device=counts.device)
+    return lengths[:, :-1].sum(0), leaving, places, by_expert, as_arrived
 
 
 @torch.library.custom_op("keel::send_in_buffers", mutates_args=())
