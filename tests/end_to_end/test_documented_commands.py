@@ -108,9 +108,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel coordinates": "keel coordinates --help",
     "keel coordinates widths.toml --dims 64,128,256,512,1024 --lr_schedule.warmup_steps 0": "keel coordinates"
-    " widths.toml --dims 64,128 --steps 1 && ls runs/coordinates-widths.svg",
+    " widths.toml --dims 64,128 --steps 1 --lr_schedule.warmup_steps 0 && ls runs/coordinates-widths.svg",
     "keel coordinates widths_32.toml --dims 32,64,128 --rates 4e-3,8e-3,16e-3,32e-3": "keel coordinates widths_32.toml"
-    " --dims 32,64 --rates 4e-3,8e-3 && ls runs/rates-widths.svg",
+    " --dims 32,64 --rates 4e-3,8e-3 --lr_schedule.warmup_steps 0 && ls runs/rates-widths.svg",
     "keel compare": "python scripts/keel.py compare --help",
     "keel plan": "python scripts/keel.py plan --help",
     "keel plan JOB --ranks N --device h100": "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100",

@@ -394,8 +394,8 @@ def gate_and_up_are_taken_as_they_are_stored() -> AbstractContextManager:
 def weights_of_the_choice_are_detached() -> Iterator[None]:
     apply = parallelize.apply_expert_parallel
 
-    def detached(model: Any, mesh: Any) -> None:
-        apply(model, mesh)
+    def detached(model: Any, *arguments: Any) -> None:
+        apply(model, *arguments)
         for router in routers_of(model).values():
             router.forward = partial(_detached, router.forward)  # type: ignore[attr-defined]
 
