@@ -72,6 +72,8 @@ class BucketStorage(FolderStorage):
         self._places: dict[Path, str] = {}
         self._known: dict[str, tuple[int, int]] = {}
         """Size and time of each file of the run's folder that the bucket has."""
+        self._begun: set[str] = set()
+        """The prefixes at which this launch has begun a checkpoint."""
 
     @property
     def claim(self) -> Claim:
@@ -182,7 +184,10 @@ class BucketStorage(FolderStorage):
     def begin(self, checkpoint: Path) -> Path:
         self._mark = self.claim.mark
         unfinished = super().begin(checkpoint)
-        self._bucket.delete(self._bucket.list(self._key(unfinished)))
+        place = self._key(unfinished)
+        if place in self._begun:  # parts of a save that failed; else no request, for which training would wait
+            self._bucket.delete(self._bucket.list(place))
+        self._begun.add(place)
         return unfinished
 
     @contextmanager

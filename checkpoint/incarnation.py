@@ -116,6 +116,8 @@ class Alone:
     def require_current(self) -> None:
         """Nothing can have taken the run over."""
 
+    require_newest_known = require_current
+
     def begin(self, step: int) -> None:
         """Nothing is recorded."""
 

@@ -331,7 +331,7 @@ class CheckpointManager:
     def _begin_or_find(self, checkpoint: Path, is_known: bool) -> Json:
         """Return where to put the files of a checkpoint, or the manifest of one whose save was taken for failed."""
         try:
-            self._incarnation.require_current()
+            self._incarnation.require_newest_known()  # training waits here; the commit asks again
             if not os.path.lexists(checkpoint):
                 return [str(self._storage.begin(checkpoint)), None]
             if is_known:
