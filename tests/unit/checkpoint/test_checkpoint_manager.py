@@ -375,7 +375,7 @@ def test_an_error_after_a_save_does_not_make_it_fail(tmp_path, monkeypatch):
     log = []
     manager = begun(tmp_path, keep_last=1, log=log)
     manager.save(1, make_state(1), {"tokens": 1})
-    looks = iter([None, None, OSError(errno.EIO, "no answer")])  # at the beginning, before the commit, and after it
+    looks = iter([None, OSError(errno.EIO, "no answer")])  # before the commit, and after it
 
     def look(_):
         if error := next(looks):
