@@ -93,7 +93,7 @@ class QueuedStep:
         kinds = numbers[0:2]
         largest = numbers[2:4]
         stop = numbers[6]
-        is_missing_rows = numbers[7] > 0
+        is_missing_rows = max(numbers[7:], default=0.0) > 0
         loss, norm = ((x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True))
         differs = not any(kinds) and not is_missing_rows and _differ(largest, [-x for x in numbers[4:6]])
         is_spike = bool(skip) and not any(kinds) and not differs and not is_missing_rows
@@ -141,7 +141,7 @@ def judge(
     # Not the values themselves: a maximum over NaNs would depend on their order.
     kinds = own.isnan() * 2.0 + own.isinf()
     finite = own.nan_to_num(0.0, 0.0, 0.0)
-    missing = own.new_zeros(1) if missing_rows is None else missing_rows[None]
+    missing = own[:0] if missing_rows is None else missing_rows[None]
     # The worst of what any rank holds, whether any of them was told to stop, and the most rows that are missing.
     agreed = mesh.max_over_all(torch.cat((kinds, finite, -finite, own.new_full((1,), is_stopping), missing)))
     kinds = agreed[0:2]
