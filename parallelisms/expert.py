@@ -86,8 +86,9 @@ def _on_their_ranks(
         counts: (n_experts,) int64, rows of each expert.
     """
     if experts.in_buffers and buffer_factor:
-        own_counts, *places = _route_in_buffers(counts, rows.shape[0], buffer_factor, n_ranks, group)
-        return _return_in_buffers(forward(_send_in_buffers(rows, *places, group), own_counts), *places, group)
+        own_counts, there, back = _route_in_buffers(counts, rows.shape[0], buffer_factor, n_ranks, group)
+        results = forward(_exchange_in_buffers(rows, *there, *back, group), own_counts)
+        return _exchange_in_buffers(results, *back, *there, group)
     own_counts, *route = _route(counts, rows.shape[0], group)
     results = forward(_send(rows, *route, group), own_counts)
     return _return(results, *route, rows.shape[0], group)
@@ -196,7 +197,7 @@ def buffer_rows(n: int, factor: float, n_ranks: int) -> int:
 
 def _route_in_buffers(
     counts: Tensor, n: int, factor: float, n_ranks: int, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Exchange how many rows arrive for each expert, and find each row's place, without waiting for the device.
 
     All but the exchange is arithmetic on small tensors, without sorting, which torch.compile joins into few kernels.
@@ -208,11 +209,10 @@ def _route_in_buffers(
 
     Returns:
         counts: (own experts,) int64, rows that arrive for each expert of this rank.
-        leaving: (ranks * buffer,) int64, the row that is sent in each place of the buffers; any row to fill one up.
-        places: (n,) int64, the place in the buffers of each row; any place for a row for which there is none.
-        by_expert: (ranks * buffer,) int64, the permutation from order of arrival to order by expert, which puts what
-            fills a buffer up behind the rows.
-        as_arrived: the inverse permutation.
+        there: `sent` and `kept` of `_exchange_in_buffers`: any row fills a buffer up, and rows are kept by expert, what
+            fills up last.
+        back: the same for the results: in order of arrival, and each row's place in the buffers, or any place for a row
+            for which there is none.
     """
     size = buffer_rows(n, factor, n_ranks)
     position = torch.arange(size, device=counts.device)
@@ -237,58 +237,46 @@ def _route_in_buffers(
     as_arrived = (before.gather(1, expert) + position - begins.gather(1, expert)).flatten()
     by_expert = torch.empty_like(as_arrived)
     by_expert[as_arrived] = torch.arange(len(as_arrived), device=counts.device)
-    return lengths[:, :-1].sum(0), leaving, places, by_expert, as_arrived
+    return lengths[:, :-1].sum(0), (leaving, by_expert), (as_arrived, places)
 
 
-@torch.library.custom_op("keel::send_in_buffers", mutates_args=())
-def _send_in_buffers(
-    rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str
+@torch.library.custom_op("keel::exchange_in_buffers", mutates_args=())
+def _exchange_in_buffers(
+    rows: Tensor, sent: Tensor, kept: Tensor, sent_back: Tensor, kept_back: Tensor, group: str
 ) -> Tensor:
-    """Send rows (n, dim), sorted by expert, to their experts' ranks: (ranks * buffer, dim), sorted by expert."""
-    return _all_to_all_even(rows[leaving], group)[by_expert]
+    """Send rows to all ranks, as many to each.
+
+    Args:
+        rows: (n, dim).
+        sent: (ranks * buffer,) int64, the rows to send, by rank.
+        kept: (m,) int64, the rows to return of those that arrive.
+        sent_back, kept_back: the same for the way back, which gradients take.
+        group: as for `_on_their_ranks`.
+
+    Returns:
+        (m, dim).
+    """
+    n_ranks = group_named(group).size()
+    even = [len(sent) // n_ranks] * n_ranks
+    return _all_to_all(rows[sent], even, even, group)[kept]
 
 
-@_send_in_buffers.register_fake
-def _(rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
-    return rows.new_empty(by_expert.shape[0], rows.shape[1])
-
-
-@torch.library.custom_op("keel::return_in_buffers", mutates_args=())
-def _return_in_buffers(
-    rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str
-) -> Tensor:
-    """Undo `_send_in_buffers`."""
-    return _all_to_all_even(rows[as_arrived], group)[places]
-
-
-@_return_in_buffers.register_fake
-def _(rows: Tensor, leaving: Tensor, places: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
-    return rows.new_empty(places.shape[0], rows.shape[1])
+@_exchange_in_buffers.register_fake
+def _(rows: Tensor, sent: Tensor, kept: Tensor, sent_back: Tensor, kept_back: Tensor, group: str) -> Tensor:
+    return rows.new_empty(kept.shape[0], rows.shape[1])
 
 
 def _keep_places(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, *places = inputs[:5]
+    _, *places, ctx.group = inputs
     ctx.save_for_backward(*places)
-    ctx.group = inputs[-1]
 
 
-def _return_gradients_in_buffers(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _return_in_buffers(grad, *ctx.saved_tensors, ctx.group), *(None,) * 5
+def _exchange_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    sent, kept, sent_back, kept_back = ctx.saved_tensors
+    return _exchange_in_buffers(grad, sent_back, kept_back, sent, kept, ctx.group), *(None,) * 5
 
 
-def _send_gradients_in_buffers(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _send_in_buffers(grad, *ctx.saved_tensors, ctx.group), *(None,) * 5
-
-
-_send_in_buffers.register_autograd(_return_gradients_in_buffers, setup_context=_keep_places)
-_return_in_buffers.register_autograd(_send_gradients_in_buffers, setup_context=_keep_places)
-
-
-def _all_to_all_even(x: Tensor, group: str) -> Tensor:
-    """Send each rank as many rows of x."""
-    n_ranks = group_named(group).size()
-    sizes = [len(x) // n_ranks] * n_ranks
-    return _all_to_all(x, sizes, sizes, group)
+_exchange_in_buffers.register_autograd(_exchange_gradients, setup_context=_keep_places)
 
 
 class Buffers:
@@ -312,17 +300,17 @@ class Buffers:
         self._missing = torch.zeros((), dtype=torch.float64, device=device)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Exchange rows in buffers inside, and start to note which are too small."""
+    def used(self, is_used: bool) -> Iterator[None]:
+        """Exchange rows in buffers inside, if they are used, and note which are too small from now on."""
         self._missing.zero_()
-        self._set(True, self._note)
+        self._set(is_used, self._note if is_used else None)
         try:
             yield
         finally:
             self._set(False, None)
 
     def missing(self) -> Tensor:
-        """The most rows for which a buffer of this rank had no place since `used` was entered; a float64 scalar."""
+        """The most rows that a buffer of this rank had no place for since `used` was last entered; a float64 scalar."""
         return self._missing.clone()
 
     def _set(self, in_buffers: bool, note: Callable[[Tensor], None] | None) -> None:

@@ -182,7 +182,7 @@ def _judged(learner: Learner, micro_batches: list[MicroBatch]) -> tuple[tuple[Te
     """A step's gradients and its verdict; in the buffers of experts, if they are large enough."""
     for in_buffers in (True, False):
         gradients = learner.gradients(micro_batches, in_buffers)
-        step = learner.judge(micro_batches, gradients, in_buffers=in_buffers)
+        step = learner.judge(micro_batches, gradients)
         if not step.read().is_missing_rows:
             break
         learner.finish(step.skip)

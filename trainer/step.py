@@ -142,7 +142,7 @@ class Learner:
         Returns:
             The batch's loss (float64) and the norm of its gradients, scalars.
         """
-        buffers = self.buffers.used() if self.buffers and in_buffers else nullcontext()
+        buffers = self.buffers.used(in_buffers) if self.buffers else nullcontext()
         with self.guard.watch(), buffers:
             parts = self.own_part(micro_batches)
             # The number of valid targets in the global batch, by which every micro-batch's loss is divided.
@@ -166,7 +166,6 @@ class Learner:
         is_stopping: bool = False,
         number: int = 0,
         details: Tensor | None = None,
-        in_buffers: bool = False,
     ) -> QueuedStep:
         """Let all ranks agree whether a step's gradients may update the model; all ranks must call it.
 
@@ -177,7 +176,6 @@ class Learner:
             is_stopping: whether this rank was told to stop.
             number: the step's, which chooses the gradients that its fingerprint samples.
             details: measurements that come with the result.
-            in_buffers: as for `gradients`.
 
         Raises:
             UserError: the ranks issued different collectives, or in a different order.
@@ -186,7 +184,7 @@ class Learner:
             sums = None
             if self.fingerprint:
                 sums = self.fingerprint.sums(number, sum(batch.digest() for batch in micro_batches))
-            missing = self.buffers.missing() if self.buffers and in_buffers else None
+            missing = self.buffers.missing() if self.buffers else None
             step = judge(self.mesh, micro_batches, gradients, loss_limit, is_stopping, missing, sums, details)
             self.guard.compare()
             return step

@@ -211,18 +211,11 @@ class Trainer:
         with self.details.watching(number, batch):
             return self.learner.gradients(batch, in_buffers)
 
-    def _judge(
-        self,
-        number: int,
-        batch: list[MicroBatch],
-        gradients: tuple[torch.Tensor, torch.Tensor],
-        in_buffers: bool = True,
-    ) -> QueuedStep:
+    def _judge(self, number: int, batch: list[MicroBatch], gradients: tuple[torch.Tensor, torch.Tensor]) -> QueuedStep:
         """Queue the verdict on step `number`, which depends on the steps before and on a signal to any rank."""
         details = self.details.numbers()
         is_stopping = bool(self.runtime.stop)
-        limit = self.progress.loss_limit
-        return self.learner.judge(batch, gradients, limit, is_stopping, number, details, in_buffers)
+        return self.learner.judge(batch, gradients, self.progress.loss_limit, is_stopping, number, details)
 
     def _learning_rate(self, number: int) -> float:
         return learning_rate_of(self.stage, number)
@@ -289,7 +282,7 @@ class Trainer:
         number = self.run.step + 1
         self.learner.take_back(last, number)  # and the next step's gradients, if there are any
         gradients = self._gradients(number, last.micro_batches, in_buffers=False)
-        step = self._judge(number, last.micro_batches, gradients, in_buffers=False)
+        step = self._judge(number, last.micro_batches, gradients)
         self.learner.update(step, self._learning_rate(number))
         self.learner.update_average(number, step.skip)
         self.learner.freeze(number)

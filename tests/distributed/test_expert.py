@@ -120,7 +120,7 @@ def missing_rows(choices: list[list[int]], factor: float):
     buffers = Buffers(stages.values(), n_ranks, factor, torch.device("cpu"))
     router = next(iter(routers_of(stages[0]).values()))
     micro_batches = [counts_of(choices, dist.get_rank()), counts_of(choices, (dist.get_rank() + 1) % n_ranks)]
-    with buffers.used():
+    with buffers.used(True):
         for tokens in micro_batches:
             router.note(tokens)
         found = buffers.missing()

@@ -76,7 +76,7 @@ def measure(
         gradients = learner.gradients(micro_batches, in_buffers=True)
         if last is not None:
             last.read()
-        step = learner.judge(micro_batches, gradients, in_buffers=True)
+        step = learner.judge(micro_batches, gradients)
         learner.update(step, 1e-4)
         return step
 
