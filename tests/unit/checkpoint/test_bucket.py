@@ -469,6 +469,7 @@ def test_a_server_that_hangs_is_given_up_in_time(stub):
 
 def test_a_connection_that_is_closed_is_made_again(stub):
     stub.bucket(lambda number: b"" if number < 3 else (200, "")).put("key", b"content")
+    assert stub.requests == 3
 
 
 def test_a_server_that_is_not_there(monkeypatch):
