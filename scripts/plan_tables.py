@@ -1,0 +1,153 @@
+"""The tables of a plan: what a kind of rank holds, what a step takes, what ranks wait for; also as plain values."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.report.console import Row
+from trainer.report.units import count, duration, percent, size
+
+if TYPE_CHECKING:
+    from scripts.rehearsal.run import Proof
+    from trainer.planning.memory import MemoryEstimate
+    from trainer.planning.step_time import StepTime
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def memory_rows(by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | None) -> list[Row]:
+    """Return the rows of what each kind of rank holds at its peak: a column for each, in GiB."""
+    from trainer.planning.takes_less import CONTEXT_BYTES
+
+    most = sorted(by_kind, key=lambda rank: -by_kind[rank].device)[:_COLUMNS]
+    columns = []
+    for rank in sorted(most):
+        estimate = by_kind[rank]
+        column = {"rank of the pipeline": f"{rank}"} if len(by_kind) > 1 else {}
+        column |= {part: _gib(n_bytes) for part, n_bytes in estimate.parts.items()}
+        column["in all"] = _gib(estimate.device)
+        beside = estimate.communicators + CONTEXT_BYTES
+        column["beside: NCCL, CUDA"] = _gib(beside)
+        if device_bytes:
+            column["left of a GPU's"] = _gib(device_bytes - estimate.device - beside)
+        columns.append(column)
+    names = dict.fromkeys(name for column in columns for name in column)
+    order = sorted(names, key=lambda name: _AFTER_THE_PARTS.index(name) if name in _AFTER_THE_PARTS else -1)
+    return [(name, "".join(f"{column.get(name, '-'):>9}" for column in columns)) for name in order]
+
+
+_AFTER_THE_PARTS = ("buffers", "in all", "beside: NCCL, CUDA", "left of a GPU's")
+"""Rows of `memory_rows` that come last; a kind of rank may lack any other."""
+
+
+_COLUMNS = 5
+"""Kinds of ranks that fit beside each other on the console."""
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.2f}"
+
+
+def memory_as_json(by_kind: Mapping[int, "MemoryEstimate"]) -> list[dict[str, Any]]:
+    """The bytes of each kind of rank at its peak as plain values."""
+    return [
+        {
+            "pipeline_rank": rank,
+            "peak_bytes": estimate.device,
+            "moment": estimate.peak.name,
+            "parts_bytes": estimate.parts,
+            "communicators_bytes": estimate.communicators,
+        }
+        for rank, estimate in by_kind.items()
+    ]
+
+
+# --------------------------------------------------------------------------- waiting
+
+
+def proof_rows(proof: "Proof", ranks: int) -> list[Row]:
+    """Return the rows of a rehearsal."""
+    return [
+        ("ranks", f"{len(proof.ranks)} of {ranks:,} rehearsed: {_listed(proof.ranks)}"),
+        ("each", "starts, computes 2 steps, validates, compares replicas, saves, is told to stop, and saves"),
+        ("in small", "; ".join([proof.size, *(f"without {part}" for part in proof.left_out)])),
+        ("issued", f"{proof.events:,} collectives and messages, in {proof.groups:,} groups and pairs"),
+        ("waiting", "fails" if proof.problem else "no rank waits forever"),
+        ("values", "not compared: that is keel prove, on ranks of this machine"),
+        ("rehearsed in", duration(proof.seconds)),
+    ]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:12]))
+    return shown + (", ..." if len(ranks) > 12 else "")
+
+
+# --------------------------------------------------------------------------- time
+
+_PARTS = {
+    "tp": "tensor parallelism, exposed",
+    "cp": "context parallelism, exposed",
+    "ep": "expert parallelism, exposed",
+    "fsdp": "FSDP, exposed",
+    "slower products beside fsdp": "slower beside FSDP",
+}
+"""Parts of a step whose names need words."""
+
+
+def time_rows(step: "StepTime", price: float | None) -> list[Row]:
+    """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    run = step.steps * step.seconds
+    cost = f"; {count(step.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
+    return [
+        (
+            "a step",
+            f"{_short(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
+        ),
+        *((f"  {_PARTS.get(part, part)}", f"{_short(each)}   {percent(each / step.seconds)}") for part, each in parts),
+        *(
+            (
+                f"  {each.op} over {each.axis}",
+                f"{size(each.n_bytes)} in {each.calls:,} calls: {_short(each.seconds)}, exposed {_short(each.exposed)}",
+            )
+            for each in step.collectives
+        ),
+        (
+            "the run",
+            f"{count(step.steps * step.tokens)} tokens in {step.steps:,} steps: {duration(run)}, "
+            f"{count(step.gpu_hours)} GPU-hours{cost}",
+        ),
+        ("a checkpoint", size(step.checkpoint)),
+        ("counted", "FLOPs, tokens, bytes of collectives, states and checkpoints"),
+        ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble"),
+        ("left out", "; ".join(step.left_out)),
+    ]
+
+
+def _short(seconds: float) -> str:
+    """Milliseconds below a second, so that the parts of a step can be compared."""
+    return duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
+    """The estimate as plain values, each with how it came about: counted or modelled."""
+    return {
+        "step_seconds": step.seconds,
+        "tokens_per_second_per_gpu": step.tokens_per_second,
+        "mfu": step.mfu,
+        "parts_seconds": dict(step.parts),
+        "collectives": [vars(each) for each in step.collectives],
+        "run": {
+            "tokens": step.steps * step.tokens,
+            "steps": step.steps,
+            "seconds": step.steps * step.seconds,
+            "gpu_hours": step.gpu_hours,
+            "price": step.gpu_hours * price if price else None,
+        },
+        "model_flops_per_step": step.flops,
+        "checkpoint_bytes": step.checkpoint,
+        "counted": ["model_flops_per_step", "checkpoint_bytes", "collectives.n_bytes", "collectives.calls"],
+        "modelled": ["step_seconds", "parts_seconds", "collectives.seconds", "collectives.exposed", "mfu"],
+        "left_out": list(step.left_out),
+    }
