@@ -153,7 +153,8 @@ def _words(shape: dict[str, Any]) -> str:
         return "true or false"
     if shape["type"] == "array":
         count = f"{shape['minItems']} " if "minItems" in shape and shape["minItems"] == shape.get("maxItems") else ""
-        bounds = _bounds(shape["items"])
+        choices = _choices(shape["items"])
+        bounds = " | ".join(map(json.dumps, choices)) or _bounds(shape["items"])
         return f"list of {count}{shape['items']['type']}s" + (f", each {bounds}" if bounds else "")
     form = f"such as {json.dumps(shape['examples'][0])}" if "examples" in shape else ""
     return f"{shape['type']} {_bounds(shape)}{form}".rstrip()

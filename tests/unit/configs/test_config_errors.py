@@ -46,6 +46,10 @@ def mistakes(text, *overrides, world_size=None):
             "training.warmup_step = 1",
             "job.toml:2: unknown key training.warmup_step; did you mean lr_schedule.warmup_steps?",
         ),
+        (
+            '[model]\nlayers = ["delta", "ful"]',
+            'job.toml:3: model.layers must be a list of strings, each "delta" | "full", got ["delta", "ful"]',
+        ),
         ("[model]\nhidden_size = 1", "job.toml:3: unknown key model.hidden_size; did you mean model.dim?"),
         ("steps = 1", "job.toml:2: unknown key steps; did you mean training.steps?"),
         ("[mesh]\nTP = 1", "job.toml:3: unknown key mesh.TP; did you mean mesh.tp?"),
