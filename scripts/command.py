@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from checkpoint.bucket_storage import local_copy
 from checkpoint.find import find_checkpoint
@@ -230,6 +230,21 @@ def number_of(is_valid: Callable[[float], bool], what: str) -> Callable[[str], f
         return value
 
     parse.__name__ = "float"  # argparse shows it if the text is no number
+    return parse
+
+
+def list_of(kind: Callable[[str], Any], what: str, at_least: int = 2) -> Callable[[str], list[Any]]:
+    """The type of an argument that is a list of different values, which it sorts; `what` says which."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            values = sorted({kind(part) for part in text.split(",")})
+        except (ValueError, argparse.ArgumentTypeError):
+            values = []
+        if len(values) < at_least:
+            raise argparse.ArgumentTypeError(f'expected {at_least} or more {what}; got "{text}"')
+        return values
+
     return parse
 
 

@@ -8,10 +8,8 @@ docs/reports.md explains what is reported.
 
 import argparse
 import json
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,36 +18,18 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import find_checkpoint, require_run
-from configs.errors import ConfigError, KeelError, UserError
+from configs.errors import ConfigError, UserError
 from configs.files import write_atomically
 from configs.load import find_job_file, load
 from scripts.command import end, number_of, parser_of, positive, run_command, without_overrides
+from scripts.comparison.runs import Launch, ranks_words, run_process, run_to_its_end, train
 from scripts.score import load_for_scoring, with_tokenizer_of
-from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
 from trainer.report.console import Console
 from trainer.report.units import count
 
 if TYPE_CHECKING:
-    from scripts.comparison.arms import Arm
     from scripts.comparison.score import Scores
     from scripts.comparison.statistics import Comparison
-
-Launch = Callable[[Sequence[str]], int]
-"""Runs a keel command, such as ["train", "debug.toml"], to its end; returns its exit code."""
-
-
-class Stopped(KeelError):
-    """A signal arrived."""
-
-    exit_code = EXIT_PREEMPTED
-
-
-class Failed(KeelError):
-    """A run has failed; the exit code is its own."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -79,11 +59,11 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
         if is_run and options.sweep is None:
             for each in options.configs:  # a wrong path costs no import of torch
                 require_run(Path(each))
-            sides = _finished(options, words, launch or _run_process, console)
+            sides = _finished(options, words, launch or run_process, console)
         else:
             for each in options.configs:
                 find_job_file(each)
-            sides = _trained(options, words, launch or _run_process, console)
+            sides = _trained(options, words, launch or run_process, console)
         report = _report(sides, options.confidence)
         for line in _lines(sides, report):
             console.line(line)
@@ -113,7 +93,8 @@ def _trained(options: argparse.Namespace, words: list[str], launch: Launch, cons
     for seed in seeds:  # all configs of a seed first, so that a stop leaves whole pairs
         for number, (arm, side) in enumerate(zip(arms, sides, strict=True)):
             folder = root / f"{number}-{folder_name(arm.label)}" / f"seed-{seed}"
-            _train(arm.with_seed(seed, folder), folder, options.ranks, launch, console)
+            own = arm.with_seed(seed, folder)
+            train(own.load(options.ranks), [own.file, *own.words], folder, options.ranks, launch, console)
             side.folders.append(folder)
             side.scores.append(_score(folder, [], options.ranks, launch))
     return sides
@@ -134,23 +115,6 @@ def _finished(options: argparse.Namespace, words: list[str], launch: Launch, con
     ]
 
 
-def _train(arm: "Arm", folder: Path, ranks: int, launch: Launch, console: Console) -> None:
-    job = arm.load(ranks)
-    if _is_done(folder, job.to_toml(), job.config.training.steps):
-        console.line(f"{folder}: done")
-        return
-    console.line(f"{folder}: training (see {folder / 'run.log'})")
-    _launch(["train", arm.file, *_ranks(ranks), *arm.words], folder, launch)
-
-
-def _is_done(folder: Path, config: str, steps: int) -> bool:
-    """Whether a run of just this config is finished."""
-    status = read_status(folder)
-    file = folder / "config.toml"
-    is_done = status.get("state") == "done" and status["step"] >= steps
-    return is_done and file.is_file() and file.read_text() == config
-
-
 def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "Scores":
     """The scores of a run's newest checkpoint, computed unless they exist."""
     from scripts.comparison.score import are_current, read_scores
@@ -160,41 +124,11 @@ def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "S
     found = read_scores(folder)
     if found and are_current(found, with_tokenizer_of(checkpoint, job), checkpoint):
         return found
-    _launch(["score", str(folder), *_ranks(ranks), *words], folder, launch)
+    run_to_its_end(["score", str(folder), *ranks_words(ranks), *words], folder, launch)
     found = read_scores(folder)
     if found is None:
         raise UserError(f"{folder} was scored, but its scores can't be read")
     return found
-
-
-def _ranks(ranks: int) -> list[str]:
-    return ["--ranks", str(ranks)] if ranks > 1 else []
-
-
-def _launch(command: list[str], folder: Path, launch: Launch) -> None:
-    code = launch(command)
-    if code == EXIT_PREEMPTED:
-        raise Stopped(f"{folder} was stopped; the same command continues there")
-    if code:
-        raise Failed(f"keel {command[0]} failed for {folder} (exit code {code}); its message is above", code)
-
-
-def _run_process(command: Sequence[str]) -> int:
-    """Run a keel command as a process of its own, to which signals are passed on; what it prints is in its run.log."""
-    child: list[subprocess.Popen[bytes]] = []
-
-    def pass_on(number: int, _frame: Any) -> None:
-        for each in child:
-            each.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
-    try:
-        words = [sys.executable, str(Path(__file__).with_name("keel.py")), *command]
-        child.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
-        return child[0].wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --------------------------------------------------------------------------- report

@@ -22,7 +22,16 @@ if not __package__:  # run as a file
 
 from configs.files import write_atomically
 from configs.load import LoadedConfig, find_job_file, load
-from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
+from scripts.command import (
+    add_job_argument,
+    end,
+    job_of,
+    list_of,
+    parser_of,
+    positive,
+    run_command,
+    without_overrides,
+)
 from scripts.widths.picture import Line, Panel, picture
 from scripts.widths.widen import widened
 from trainer.report.console import Console
@@ -192,13 +201,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--dims",
-        type=_list_of(positive, "widths: 64,128,256"),
+        type=list_of(positive, "widths: 64,128,256"),
         required=True,
         metavar="LIST",
         help="widths (model.dim)",
     )
     add("--steps", type=positive, default=5, metavar="N", help="steps before the sizes are compared (default: 5)")
-    rates = _list_of(_rate, "learning rates: 1e-3,2e-3")
+    rates = list_of(_rate, "learning rates: 1e-3,2e-3")
     add("--rates", type=rates, metavar="LIST", help="compare these learning rates at each width instead")
     add("--output", type=Path, metavar="FILE", help="the picture, SVG (default: in runs/)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -210,21 +219,6 @@ def _rate(text: str) -> float:
     if not 0 < rate < math.inf:
         raise ValueError
     return rate
-
-
-def _list_of(kind: Callable[[str], Any], what: str) -> Callable[[str], list[Any]]:
-    """A parser of two or more different values, sorted."""
-
-    def parse(text: str) -> list[Any]:
-        try:
-            values = sorted({kind(part) for part in text.split(",")})
-        except (ValueError, argparse.ArgumentTypeError):
-            values = []
-        if len(values) < 2:
-            raise argparse.ArgumentTypeError(f'expected two or more {what}; got "{text}"')
-        return values
-
-    return parse
 
 
 if __name__ == "__main__":

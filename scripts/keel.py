@@ -31,6 +31,7 @@ _SCRIPTS = {
     "score": ("score", "compute the loss of each validation sequence"),
     "compare": ("compare", "train two configs or more with the same seeds, and compare them"),
     "coordinates": ("coordinates", "show whether a learning rate holds at other widths, with muP and without"),
+    "ladder": ("ladder", "predict a job's loss from smaller runs"),
     "fork": ("fork", "begin another run at a checkpoint of a run, with other keys or data"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
     "replay": ("replay", "compute steps again, and compare them with what the run recorded"),

@@ -1,35 +1,49 @@
 """A job at another width: everything inside a block grows with `dim`, as muP takes it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
-from configs.schema import Model, is_described
+from configs.schema import AnyModel, Model, is_described
 
 _COMPUTED_PLAINLY = ("--compile.enable", "false", "--activation_checkpoint.mode", "none", "--elastic.enable", "false")
 """Hooks see what blocks compute, which neither is compiled nor runs twice."""
 
 
 def widened(job: str, overrides: Sequence[str], dim: int, with_mup: bool) -> LoadedConfig:
-    """A job at another width, in one process.
-
-    With muP its base is the job's own, or else the job's `dim`; without, all widths have the same initial standard
-    deviation and learning rate.
+    """A job at another width, in one process, whose blocks hooks can look into.
 
     Raises:
         ConfigError: the job is not valid at this width, or its model has no keys for it.
     """
     words = (*overrides, *_COMPUTED_PLAINLY)
-    model = load(job, words, 1).config.model
+    return load(job, (*words, *words_of(width_keys(load(job, words, 1).config.model, dim, with_mup))), 1)
+
+
+def width_keys(model: AnyModel, dim: int, with_mup: bool) -> dict[str, object]:
+    """The keys that make a job's model another width, with their values.
+
+    With muP its base is the job's own, or else the job's `dim`; without, all widths have the same initial standard
+    deviation and learning rate.
+
+    Raises:
+        ConfigError: a size would not be a whole number, or the model has no keys for it.
+    """
     if not is_described(model):
         raise ConfigError(f'which widths grow in architecture "{model.architecture}" is not known; muP needs "llama"')
-    sizes = {f"model.{key}": size for key, size in _sizes(model, dim)}
-    base: dict[str, object] = {"model.mup_base_dim": model.mup_base_dim or model.dim}
-    if not with_mup:
-        base = {"model.mup_base_dim": "none", "model.mup_base_head_dim": "none"}
-    return load(job, (*words, *(word for key, value in (sizes | base).items() for word in (f"--{key}", str(value)))), 1)
+    sizes: dict[str, object] = {f"model.{key}": size for key, size in _sizes(model, dim)}
+    if with_mup:
+        return sizes | {"model.mup_base_dim": model.mup_base_dim or model.dim}
+    return sizes | {"model.mup_base_dim": "none", "model.mup_base_head_dim": "none"}
+
+
+def words_of(keys: Mapping[str, object]) -> Iterator[str]:
+    """Keys and values as the command line has them."""
+    for key, value in keys.items():
+        yield f"--{key}"
+        yield str(value)
 
 
 def _sizes(model: Model, dim: int) -> Iterator[tuple[str, int]]:
@@ -37,6 +51,7 @@ def _sizes(model: Model, dim: int) -> Iterator[tuple[str, int]]:
     times = Fraction(dim, model.dim)
     yield "dim", dim
     if model.mup_base_head_dim:
+        yield "mup_base_head_dim", model.mup_base_head_dim
         yield "head_dim", _times(model, "head_dim", head_dim(model), times)
     else:
         yield "head_dim", head_dim(model)

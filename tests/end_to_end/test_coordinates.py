@@ -77,7 +77,7 @@ def test_a_width_that_can_not_be_is_refused(capsys, words, message):
 def test_a_list_is_of_two_or_more_numbers(capsys, words):
     with pytest.raises(SystemExit):
         coordinates.main((str(TINY), *words))
-    assert "expected two or more" in capsys.readouterr().err
+    assert "expected 2 or more" in capsys.readouterr().err
 
 
 def test_the_best_rate_is_that_of_a_parabola_unless_it_is_the_first_or_last():

@@ -1,0 +1,1 @@
+"""What `keel ladder` computes: the smaller runs, and the law that their losses follow."""
