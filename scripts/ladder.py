@@ -82,7 +82,7 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
     """Train the rungs, and write and print what follows from them."""
     from scripts.scaling.rungs import choose_rungs, load_target, training_flops
 
-    target = load_target(job, overrides, options.ranks).config
+    target = load_target(job, overrides).config
     rungs = choose_rungs(job, overrides, target, options.sizes, options.dims, options.ranks)
     flops = training_flops(target)
     output = options.output or Path("runs") / f"ladder-{target.job.name}"

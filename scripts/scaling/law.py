@@ -54,9 +54,11 @@ def fit(compute: Sequence[float], losses: np.ndarray, confidence: float) -> Law:
     rungs, seeds = losses.shape
     x = np.array(compute)
     means = losses.mean(1)[:, None]
-    coarse = _fit_all(x, means, _EXPONENTS)[2][0]
-    fine = np.geomspace(coarse / 1.06, coarse * 1.06, 241)
-    e, a, exponent, squares = (float(each[0]) for each in _fit_all(x, means, fine))
+    found = _fit_all(x, means, _EXPONENTS)
+    for apart in (1.06, 1.002, 1.0001):  # around the best exponent so far, ever finer
+        exponent = found[2][0]
+        found = _fit_all(x, means, np.geomspace(exponent / apart, exponent * apart, 61))
+    e, a, exponent, squares = (float(each[0]) for each in found)
     freedom = rungs - 3
     variance = squares / freedom
     of_run = variance

@@ -52,13 +52,13 @@ class Rung:
         return (*self.words, "--training.seed", str(seed), "--job.output_dir", str(folder))
 
 
-def load_target(job: str, overrides: Sequence[str], ranks: int) -> LoadedConfig:
-    """The job whose loss is predicted, on the ladder's mesh.
+def load_target(job: str, overrides: Sequence[str]) -> LoadedConfig:
+    """The job whose loss is predicted, as for one rank.
 
     Raises:
         ConfigError: it is not valid, or has what a ladder does not scale.
     """
-    loaded = load(job, (*overrides, *words_of(_ON_ONE_AXIS | _LEFT_OUT)), ranks)
+    loaded = load(job, (*overrides, *words_of(_ON_ONE_AXIS | _LEFT_OUT)), 1)
     if loaded.config.stages:
         raise ConfigError("a ladder has runs of one stage only, and the job has [[stages]]")
     if not loaded.config.validation.interval:
@@ -158,7 +158,7 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
         ConfigError: it is not valid there, or would be too short to be of use.
     """
     base = (*overrides, *words_of(_ON_ONE_AXIS | _LEFT_OUT | width_keys(model, dim, with_mup=True)))
-    narrow = load(job, base, ranks).config
+    narrow = load(job, base, 1).config
     seq_len = target.training.seq_len
     cost = flops_per_token(narrow.model, seq_len).causal / flops_per_token(target.model, seq_len).causal
     wanted = _tokens(target) * cost
