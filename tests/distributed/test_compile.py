@@ -69,13 +69,13 @@ def compile_counts(overrides: tuple[str, ...]) -> tuple[int, int, int]:
     marked(
         CASES,
         slow=[
-            "plain",
-            "FSDP, full",
             "TP, selective",
             "ZeRO 1",
         ],
         # "TP, selective" has collectives; a ring has the values of a gather in test_context.py and test_parity.py.
         long=[
+            "plain",
+            "FSDP, full",
             "FSDP, selective",
             "FSDP, every second matmul",
             "FSDP, budget",

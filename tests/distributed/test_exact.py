@@ -144,7 +144,7 @@ def test_other_meshes_have_the_bits_of_one_rank(sha, mesh):
 @pytest.mark.parametrize(
     ("machine", "run"),
     [
-        pytest.param({"mesh.dp_shard": 2}, {}, id="FSDP 2", marks=pytest.mark.slow),
+        pytest.param({"mesh.dp_shard": 2}, {}, id="FSDP 2", marks=pytest.mark.long),
         pytest.param({"mesh.pp": 2}, EXPERTS, id="PP 2, experts", marks=pytest.mark.slow),
         # Each of what follows is in one of these.
         pytest.param({"mesh.pp": 2}, {}, id="PP 2", marks=pytest.mark.long),

@@ -152,7 +152,11 @@ ON_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("technique", marked(ON_EXPERTS, slow=[name for name in ON_EXPERTS if name != "x TP 2"]))
+@pytest.mark.parametrize(
+    "technique",
+    # Compiled, the loads below and rows of test_parity.py find the same.
+    marked(ON_EXPERTS, slow=[name for name in ON_EXPERTS if name not in ("x TP 2", "compiled")], long=["compiled"]),
+)
 @pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], long=["mixtral"]))
 def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path, family, technique):
     folder = write_config(tmp_path / family, family)
@@ -183,7 +187,10 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("technique", marked(SPLIT, slow=[name for name in SPLIT if name != "FSDP 2 x TP 2"]))
+@pytest.mark.parametrize(
+    "technique",
+    marked(SPLIT, slow=[name for name in SPLIT if name not in ("FSDP 2 x TP 2", "compiled")], long=["compiled"]),
+)
 @pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], slow=["gpt_oss"]))
 def test_every_technique_on_split_experts_is_transformers(ranks, tmp_path, family, technique):
     """Mixtral has gate after gate, then up; GPT-OSS both in turns, transposed matrices and biases."""
@@ -259,7 +266,14 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("mesh", marked(LOADS, slow=[name for name in LOADS if name != "FSDP 2, full recomputation"]))
+@pytest.mark.parametrize(
+    "mesh",
+    marked(
+        LOADS,
+        slow=["one process", "TP 2", "EP 2", "CP 2", "PP 2", "PP 2 zero-bubble", "compiled"],
+        long=["compiled, full recomputation"],
+    ),
+)
 @pytest.mark.parametrize("family", marked(["qwen3_moe", "deepseek_v3"], long=["deepseek_v3"]))
 def test_loads_of_experts_are_what_transformers_experts_are_given(ranks, tmp_path, family, mesh):
     """DeepSeek's first layer has no experts."""
@@ -378,8 +392,9 @@ ON_PARTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", ON_PARTS)
+@pytest.mark.parametrize(
+    "technique", marked(ON_PARTS, slow=[name for name in ON_PARTS if name != "compiled"], long=["compiled"])
+)
 def test_every_technique_on_sinks_and_windows_in_parts_is_transformers(ranks, tmp_path, technique):
     folder = write_config(tmp_path / "gpt_oss", "gpt_oss", sliding_window=5)
     bound = 2e-5 if technique == "compiled" else BOUND
@@ -406,19 +421,28 @@ def test_every_technique_is_transformers(ranks, tmp_path, mesh):
     assert_equal(ranks, n_ranks, folder, MESHES[mesh], tmp_path)
 
 
-@pytest.mark.slow
+COMPILED = {
+    "FSDP 2": FSDP,
+    "TP 2": TP,
+    "PP 2": PP,
+    "FSDP 2, documents": (*FSDP, *DOCUMENTS),
+    "CP 2, documents": (*DOCUMENTS, *CP, "gather"),
+    "FSDP 2, selective recomputation": (*FSDP, "--activation_checkpoint.mode", "selective"),
+    "TP 2, full recomputation": (*TP, "--activation_checkpoint.mode", "full"),
+}
+
+
 @pytest.mark.parametrize(
     "technique",
-    [
-        *(FSDP, TP, PP),
-        (*FSDP, *DOCUMENTS),
-        (*DOCUMENTS, *CP, "gather"),
-        (*FSDP, "--activation_checkpoint.mode", "selective"),
-        (*TP, "--activation_checkpoint.mode", "full"),
-    ],
+    marked(
+        COMPILED,
+        slow=["PP 2", "CP 2, documents", "FSDP 2, selective recomputation"],
+        long=["FSDP 2", "TP 2", "FSDP 2, documents", "TP 2, full recomputation"],
+    ),
 )
 def test_compiled_layers_are_transformers(ranks, tmp_path, technique):
     """The norms of Qwen3 compute in float32, which the compiler rounds in another order."""
     folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False)
-    run = DOCUMENTS if DOCUMENTS[0] in technique else ()
-    assert_equal(ranks, 2, folder, (*technique, "--compile.enable", "true"), tmp_path, bound=2e-5, of_model=run)
+    run = DOCUMENTS if "documents" in technique else ()
+    words = (*COMPILED[technique], "--compile.enable", "true")
+    assert_equal(ranks, 2, folder, words, tmp_path, bound=2e-5, of_model=run)

@@ -57,7 +57,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    "mesh", marked(MESHES, slow=["interleaved stages", "owner partition", "compiled", "compiled TP 2"])
+    "mesh", marked(MESHES, slow=["interleaved stages", "owner partition", "compiled"], long=["compiled TP 2"])
 )
 def test_a_model_of_ones_own_is_the_same_on_every_mesh(ranks, tmp_path, job, mesh):
     n_ranks, words = MESHES[mesh]

@@ -107,6 +107,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/debug-2 runs/b",
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel coordinates": "keel coordinates --help",
+    # tests/end_to_end/test_ladder.py climbs one.
+    "keel ladder debug.toml": "keel ladder --help",
+    "keel ladder debug.toml --run runs/debug": "keel ladder --help",
     "keel coordinates widths.toml --dims 64,128,256,512,1024 --lr_schedule.warmup_steps 0": "keel coordinates"
     " widths.toml --dims 64,128 --steps 1 --lr_schedule.warmup_steps 0 && ls runs/coordinates-widths.svg",
     "keel coordinates widths_32.toml --dims 32,64,128 --rates 4e-3,8e-3,16e-3,32e-3": "keel coordinates widths_32.toml"
@@ -261,6 +264,9 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "keel prove qwen3",
     "python scripts/benchmark.py",
     "python scripts/plan.py --config mixtral_8x7b.toml",
+    "python -m tests.scale.saves",
+    "python scripts/parity.py --random",
+    "python scripts/parity.py --exact",
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
@@ -590,10 +596,16 @@ def run(command: str, clone: Path, place: str) -> str:
     return process.stdout
 
 
-def try_line(line: str, clone: Path, place: str) -> None:
-    """Run a documented line, or what stands for it, and check what the text says of it."""
-    if not line.startswith(tuple(NOT_RUN)):
-        told = run(INSTEAD.get(line, line), clone, place)
+def try_line(line: str, clone: Path, place: str, done: set[str]) -> None:
+    """Run a documented line, or what stands for it, and check what the text says of it.
+
+    One that only shows something is run once: `done` has those that were.
+    """
+    command = INSTEAD.get(line, line)
+    if not line.startswith(tuple(NOT_RUN)) and command not in done:
+        if re.search(r" (--help|--list|--validate|--prove|--tune|--trace|sample|report|plan|prove)\b", command):
+            done.add(command)
+        told = run(command, clone, place)
         for beginning, check in CHECKS.items():
             if line.startswith(beginning):
                 check(clone, told)
@@ -625,10 +637,11 @@ def test_the_recipes(tmp_path: Path):
 def try_all(folder: Path, wanted: Callable[[Block], bool]) -> None:
     """Try these blocks, in order, in a clone of their own; all that fails is said at the end."""
     clone = make_clone(folder)
-    faults = []
+    faults: list[str] = []
+    done: set[str] = set()
     for number, block in enumerate(filter(wanted, all_blocks())):
         lines = [line for line in block.commands() if not line.startswith(LONG)] if block.kind == "sh" else []
-        uses = [partial(try_line, line, clone, block.place) for line in lines]
+        uses = [partial(try_line, line, clone, block.place, done) for line in lines]
         if block.kind in ("toml", "python"):
             uses.append(partial(try_file, block, clone, number))
         for use in uses:
@@ -653,7 +666,7 @@ LONG_LINES = sorted(
 @pytest.mark.long
 @pytest.mark.parametrize(("line", "place"), LONG_LINES)
 def test_what_takes_longer(tmp_path: Path, line: str, place: str):
-    try_line(line, make_clone(tmp_path), place)
+    try_line(line, make_clone(tmp_path), place, set())
 
 
 @pytest.mark.long

@@ -11,10 +11,10 @@ from tests.end_to_end.launch import TINY, records
 
 HELD_OUT = '[{name = "held out", kind = "synthetic"}]'
 JOB = (
-    *(str(TINY), "--training.steps", "1600", "--lr_schedule.total_steps", "1600", "--validation.interval", "400"),
+    *(str(TINY), "--training.steps", "400", "--lr_schedule.total_steps", "400", "--validation.interval", "100"),
     *("--validation.sequences", "4", "--validation.sources", HELD_OUT, "--metrics.tensorboard", "false"),
     *("--metrics.interval", "100", "--model.dim", "64", "--model.ffn_dim", "128", "--model.n_heads", "8"),
-    *("--model.n_kv_heads", "8", "--model.vocab_size", "32"),
+    *("--model.n_kv_heads", "8", "--model.vocab_size", "32", "--compile.enable", "false"),
 )
 LADDER = (*JOB, "--dims", "8,16,24,32", "--seeds", "2", "--output", "ladder")
 
@@ -58,7 +58,7 @@ def test_a_ladder_is_climbed_once_and_compared_with_a_run(tmp_path, monkeypatch,
     assert ladder.main((*LADDER, "--run", "run"), launches) == 0
     assert launches.n == 8  # nothing was trained again
     compared = json.loads((tmp_path / "ladder" / "ladder.json").read_text())["run"]
-    assert [each["step"] for each in compared] == [400, 800, 1200, 1600]
+    assert [each["step"] for each in compared] == [100, 200, 300, 400]
     assert [each["part"] for each in compared] == [0.25, 0.5, 0.75, 1.0]
     printed = capsys.readouterr()
     for each in compared:
@@ -69,10 +69,11 @@ def test_a_ladder_is_climbed_once_and_compared_with_a_run(tmp_path, monkeypatch,
         assert line in printed.out
     assert "is not a run of this job" not in printed.out + printed.err
 
-    assert ladder.main((*LADDER, "--optimizer.lr", "2e-2", "--output", "other", "--run", "run"), launches) == 0
+    assert launch_here(["train", *JOB, "--optimizer.lr", "2e-2", "--job.output_dir", "other"]) == 0
+    assert ladder.main((*LADDER, "--run", "other"), launches) == 0
     printed = capsys.readouterr()
-    assert "run is not a run of this job:\n  optimizer.lr: 0.02 -> 0.01" in printed.out + printed.err
-    assert launches.n == 16
+    assert "other is not a run of this job:\n  optimizer.lr: 0.01 -> 0.02" in printed.out + printed.err
+    assert launches.n == 8
 
 
 @pytest.mark.slow

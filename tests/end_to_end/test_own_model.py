@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TINY, launch, records
+from tests.marked import marked
 from tests.own_code import WORDS, write_files
 
 BOUND = 1e-10
@@ -59,8 +60,7 @@ def assert_same_curve(folder: Path, run: str) -> None:
 MESHES = {"fsdp": "--mesh.dp_shard 2", "tp": "--mesh.tp 2", "pp": "--mesh.pp 2"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["tp"], long=["fsdp", "pp"]))
 def test_each_mesh_has_the_curve_of_one_process(folder, mesh):
     launch(folder, f"{TEXT} --job.name {mesh} {MESHES[mesh]}", ranks=2, config=folder / "my_model.toml")
     assert_same_curve(folder, mesh)
