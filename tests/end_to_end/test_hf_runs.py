@@ -21,7 +21,8 @@ from tests.end_to_end.launch import ROOT, finish, launch, records, start, status
 from tests.end_to_end.signals import signal_at_step
 from tests.hf_families import NEEDS_TRANSFORMERS
 
-pytestmark = NEEDS_TRANSFORMERS
+# tests/distributed/test_hf_models.py moves these models between meshes in a quarter of the time.
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.long]
 
 DEBUG = ROOT / "configs" / "debug.toml"
 PROGRAM = Path(__file__).with_name("without_casts.py")
@@ -82,10 +83,7 @@ def assert_one_curve(run: Path, straight: Path) -> None:
             assert found[name] == pytest.approx(expected[name], rel=BOUND, abs=0), (found["step"], name)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("gemma3_text", marks=pytest.mark.long)],
-)
+@pytest.fixture(scope="module", params=["qwen3", "gemma3_text"])
 def moved(request: pytest.FixtureRequest, folder: Path) -> Path:
     """A run that FSDP 2 began, SIGTERM stopped and TP 2 ended."""
     run = folder / f"{request.param}-moved"
@@ -136,7 +134,6 @@ def test_greedy_text_of_its_export_is_that_of_transformers(
         assert capsys.readouterr().out == trained.tokenizer.decode([*prompt, *expected]) + "\n"
 
 
-@pytest.mark.long
 def test_a_pipelines_run_goes_on_with_fsdp_on_one_curve(folder: Path):
     run = train(folder, "untied", "piped", f"{PP} --training.steps {STEPS // 2}")
     train(folder, "untied", "piped", f"{FSDP} --training.steps {STEPS}")

@@ -66,7 +66,7 @@ def test_each_mesh_has_the_curve_of_one_process(folder, mesh):
     assert_same_curve(folder, mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumes_on_another_mesh(folder):
     words = f"{TEXT} --job.name moved"
     launch(folder, f"{words} --training.steps 2 --mesh.dp_shard 2", ranks=2, config=folder / "my_model.toml")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, launch
 from tests.end_to_end.test_documented_commands import make_clone
+from tests.marked import marked
 
 
 def keel(folder: Path, words: str, root: Path = ROOT) -> tuple[int, str]:
@@ -33,8 +34,14 @@ def elsewhere(tmp_path_factory) -> Path:
     return second
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["--ranks 2", "--ranks 2 --mesh.tp 2 --training.micro_batch_size 4"])
+@pytest.mark.parametrize(
+    "mesh",
+    marked(
+        ["--ranks 2", "--ranks 2 --mesh.tp 2 --training.micro_batch_size 4"],
+        slow=["--ranks 2 --mesh.tp 2 --training.micro_batch_size 4"],
+        long=["--ranks 2"],
+    ),
+)
 def test_another_mesh_is_equal_within_rounding(elsewhere, mesh):
     code, said = keel(elsewhere, f"run.json {mesh}")
     assert code == 0, said

@@ -100,7 +100,7 @@ def test_ends_with_where_everything_is_and_commands_that_work(prepared: Path):
         assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_run_writes_no_warnings(tmp_path: Path):
     words = "--training.steps 2 --compile.enable true --activation_checkpoint.mode selective --mesh.tp 2"
     outcome = launch(tmp_path, words, ranks=2)
