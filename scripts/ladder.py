@@ -228,15 +228,16 @@ def _lines_of_run(run: Path, found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _drawn(climbed: Sequence[Climbed], parts: Sequence[float], law: "Law", target: Config) -> str:
     """The losses over compute, and the law through them."""
-    smallest = parts[0]
-    curve = [smallest ** (1 - n / 40) for n in range(41)]
+    curve = [parts[0] ** (1 - n / 40) for n in range(41)]
     lines = [
         Line("law", [(part, law.at(part)) for part in curve]),
-        Line("predicted", [(1, law.low), (1, law.high)]),
+        Line("interval", [(1, law.low), (1, law.high)]),
         Line("runs", [(part, _mean_loss(each)) for each, part in zip(climbed, parts, strict=True)]),
     ]
-    title = f"Validation loss of {target.job.name} by training FLOPs"
-    return picture(title, "part of the job's FLOPs", [[Panel("", lines)]])
+    ticks = [part for part in (0.0001, 0.001, 0.01, 0.1, 1) if part >= parts[0]]
+    return picture(
+        "Validation loss by training FLOPs", "part of the job's FLOPs", [[Panel(target.job.name, lines, ticks)]]
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

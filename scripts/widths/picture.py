@@ -43,6 +43,8 @@ class Panel:
 
     title: str
     lines: Sequence[Line]
+    ticks: Sequence[float] = ()
+    """The x that have labels; none: those of the points."""
 
 
 def picture(title: str, x_label: str, rows: Sequence[Sequence[Panel]], same_y: bool = False) -> str:
@@ -101,17 +103,16 @@ def _panel(panel: Panel, x_label: str, span: tuple[float, float]) -> Iterator[st
     for y in _ticks(low, high):
         at = place(10 ** xs[0], y)[1]
         yield f'<path d="M{_LEFT} {at:.1f}H{right}" stroke="#eee"/>{_text(_LEFT - 4, at + 3, f"{y:.3g}", 9, "end")}'
-    for x in xs[:: math.ceil(len(xs) / 5)]:
-        yield _text(place(10**x, 10**low)[0], bottom + 13, f"{10**x:.4g}", 9, "middle")
+    for x in panel.ticks or [10**x for x in xs[:: math.ceil(len(xs) / 5)]]:
+        yield _text(place(x, 10**low)[0], bottom + 13, f"{x:.4g}", 9, "middle")
     yield _text((_LEFT + right) / 2, bottom + 27, x_label, 9, "middle")
     for number, line in enumerate(panel.lines):
         color = _color(number, len(panel.lines))
-        points = {x: place(x, y) for x, y in line.points if math.isfinite(y)}
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points.values())
+        points = [(x, place(x, y)) for x, y in line.points if math.isfinite(y)]
+        path = " ".join(f"{across:.1f},{up:.1f}" for _, (across, up) in points)
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>'
-        if line.marked in points:
-            x, y = points[line.marked]
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>'
+        for across, up in (at for x, at in points if x == line.marked):
+            yield f'<circle cx="{across:.1f}" cy="{up:.1f}" r="4" fill="{color}"/>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
