@@ -204,10 +204,7 @@ def _assemble(own: _Assembly) -> None:
     reports = [read_json(raw.report_path) for raw in own.raws]
     bad = BadFiles(shard.max_bad_files, PATIENCE)
     for report in reports:
-        part = BadFiles()
-        part.messages = report["bad_files"]
-        part.skipped = report["skipped"]
-        bad.merge(part)
+        bad.merge(report["bad_files"], report["skipped"])
     duplicates = 0
     with Outputs(shard) as outputs:
         for raw in own.raws:

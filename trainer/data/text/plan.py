@@ -15,7 +15,7 @@ from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Piece, file_pieces, pieces
 from trainer.data.text.hub import pin
 from trainer.data.text.inputs import HUB, files_of
-from trainer.data.text.listing import MAX_LIST_BYTES, content_hash, named, plain_files
+from trainer.data.text.listing import MAX_LIST_BYTES, content_hash, lines_of_changes, plain_files
 from trainer.data.text.prepare import Call, divide
 from trainer.data.text.prepared_folder import Settings, check_same
 from trainer.data.text.shard import Shard
@@ -193,12 +193,6 @@ def require_as_planned(call: Call, listed: Sequence[Listed], now: Sequence[Liste
         UserError: some were added, removed or changed.
     """
     before, after = ({each.path: each.pieces for each in some} for some in (listed, now))
-    differences = {
-        "added": sorted(after.keys() - before.keys()),
-        "removed": sorted(before.keys() - after.keys()),
-        "changed": sorted(path for path in before.keys() & after.keys() if before[path] != after[path]),
-    }
-    if any(differences.values()):
-        lines = [f"  {what}: {named(paths)}" for what, paths in differences.items() if paths]
+    if lines := lines_of_changes(before.keys(), after.keys(), lambda path: before[path] != after[path]):
         what = "the inputs are no longer those of which the first shard has made a list:"
         raise UserError("\n".join([what, *lines, f"Restore them. {call.advice}"]))

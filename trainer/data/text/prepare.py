@@ -315,9 +315,7 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
                 " give more documents (a text file is one, a .jsonl has one per line) or another fraction"
             )
     for report in reports:
-        skipped = BadFiles()
-        skipped.skipped = report["skipped"]
-        bad.merge(skipped)
+        bad.merge((), report["skipped"])
     record = {
         "settings": asdict(settings),
         **{name: asdict(split) for name, split in splits.items()},
