@@ -32,7 +32,7 @@ from parallelisms.torch_internals import (
     set_timeout,
     settle_segments,
     sharing_groups,
-    store_itself,
+    store_of_all_ranks,
     timeouts_of,
 )
 
@@ -155,7 +155,7 @@ def form_of_first(ranks: int, device: torch.device, timeout_seconds: int) -> dis
     """
     rank = dist.get_rank()
     timeout = timedelta(seconds=timeout_seconds)
-    store = store_itself()
+    store = store_of_all_ranks()
     end_process_group()
     if rank < ranks:
         within = dist.PrefixStore("first ranks", store)

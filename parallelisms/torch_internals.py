@@ -45,7 +45,10 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def store_of_all_ranks() -> dist.Store:
-    """The store through which the ranks met; any thread may read and write it, and no rank waits for another."""
+    """The store through which the ranks met; any thread may read and write it, and no rank waits for another.
+
+    On the rank that serves it, it ends with this object.
+    """
     return dist.distributed_c10d._get_default_store()
 
 
@@ -301,12 +304,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 def store_of_the_job() -> dist.Store:
     """The store through which the process group was formed, on a separate connection, on which one thread may block."""
-    return cast(Any, dist.distributed_c10d._get_default_store()).clone()
-
-
-def store_itself() -> dist.Store:
-    """The store through which the process group was formed; on the rank that serves it, it ends with this object."""
-    return dist.distributed_c10d._get_default_store()
+    return cast(Any, store_of_all_ranks()).clone()
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -214,55 +214,55 @@ class _Choices:
         return scores / scores.sum(2, keepdim=True), chosen
 
 
-class _Lion(torch.optim.Optimizer):
-    """Lion, by the paper's formulas."""
+class _Plain(torch.optim.Optimizer):
+    """An optimizer by its formulas, one parameter after the other."""
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
-        super().__init__(groups, {"lr": config.lr, "betas": (config.betas[0], config.betas[1])})
+        super().__init__(groups, {"lr": config.lr, "eps": config.eps})
         self.config = config
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            (beta1, beta2), lr = (group[key] for key in ("betas", "lr"))
             for p in group["params"]:
                 if p.grad is not None:
-                    momentum = self.state[p].get("momentum", torch.zeros_like(p))
-                    direction = torch.sign(beta1 * momentum + (1 - beta1) * p.grad)
-                    p -= lr * (direction + _decay(self.config, group, p, direction))
-                    self.state[p]["momentum"] = beta2 * momentum + (1 - beta2) * p.grad
+                    self._update(p, p.grad, self.state[p], group)
+
+    def _update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-class _AdEMAMix(torch.optim.Optimizer):
+class _Lion(_Plain):
+    """Lion, by the paper's formulas."""
+
+    def _update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = self.config.betas
+        momentum = state.get("momentum", torch.zeros_like(p))
+        direction = torch.sign(beta1 * momentum + (1 - beta1) * gradient)
+        p -= group["lr"] * (direction + _decay(self.config, group, p, direction))
+        state["momentum"] = beta2 * momentum + (1 - beta2) * gradient
+
+
+class _AdEMAMix(_Plain):
     """AdEMAMix, by the paper's formulas."""
 
-    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
-        super().__init__(groups, {"lr": config.lr})
-        self.config = config
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def _update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         config = self.config
         beta1, beta2 = config.betas
         warmup = config.slow_warmup_steps
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["t"] = t = state.get("t", 0) + 1
-                beta3 = config.slow_beta
-                alpha = config.slow_weight
-                if t < warmup:
-                    alpha *= t / warmup
-                    # Of f(beta) = ln(beta) / ln(0.5), the inverse of the half-life.
-                    beta3 = 2 ** -(1 / ((1 - t / warmup) / -np.log2(beta1) + t / warmup / -np.log2(config.slow_beta)))
-                state["m1"] = beta1 * state.get("m1", 0.0) + (1 - beta1) * p.grad
-                state["m2"] = beta3 * state.get("m2", 0.0) + (1 - beta3) * p.grad
-                state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * p.grad**2
-                mean = state["m1"] / (1 - beta1**t) + alpha * state["m2"]
-                update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + group.get("eps", config.eps))
-                p -= group["lr"] * (update + _decay(config, group, p, update))
+        state["t"] = t = state.get("t", 0) + 1
+        beta3 = config.slow_beta
+        alpha = config.slow_weight
+        if t < warmup:
+            alpha *= t / warmup
+            # Of f(beta) = ln(beta) / ln(0.5), the inverse of the half-life.
+            beta3 = 2 ** -(1 / ((1 - t / warmup) / -np.log2(beta1) + t / warmup / -np.log2(config.slow_beta)))
+        state["m1"] = beta1 * state.get("m1", 0.0) + (1 - beta1) * gradient
+        state["m2"] = beta3 * state.get("m2", 0.0) + (1 - beta3) * gradient
+        state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * gradient**2
+        mean = state["m1"] / (1 - beta1**t) + alpha * state["m2"]
+        update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + group["eps"])
+        p -= group["lr"] * (update + _decay(config, group, p, update))
 
 
 _POLAR_EXPRESS = [
@@ -281,27 +281,18 @@ def _decay(config: Optimizer, group: dict[str, Any], weight: Tensor, update: Ten
     return group["weight_decay"] * torch.where(is_outward, 0.0, weight)
 
 
-class _Muon(torch.optim.Optimizer):
+class _Muon(_Plain):
     """Muon by its formulas, one matrix after the other; torch's own code orthogonalizes."""
 
-    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
-        super().__init__(groups, {"lr": config.lr})
-        self.config = config
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def _update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta = self.config.momentum
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                momentum = beta * self.state[p].get("momentum", torch.zeros_like(p)) + (1 - beta) * p.grad
-                self.state[p]["momentum"] = momentum
-                direction = (1 - beta) * p.grad + beta * momentum if self.config.nesterov else momentum
-                shape = (-1, group["rows"] or p.shape[-2], p.shape[-1])
-                for weight, towards in zip(p.view(shape), direction.view(shape), strict=True):
-                    update = 0.2 * max(weight.shape) ** 0.5 * self._orthogonal(towards).to(p.dtype)
-                    weight -= group["lr"] * (update + _decay(self.config, group, weight, update))
+        momentum = beta * state.get("momentum", torch.zeros_like(p)) + (1 - beta) * gradient
+        state["momentum"] = momentum
+        direction = (1 - beta) * gradient + beta * momentum if self.config.nesterov else momentum
+        shape = (-1, group["rows"] or p.shape[-2], p.shape[-1])
+        for weight, towards in zip(p.view(shape), direction.view(shape), strict=True):
+            update = 0.2 * max(weight.shape) ** 0.5 * self._orthogonal(towards).to(p.dtype)
+            weight -= group["lr"] * (update + _decay(self.config, group, weight, update))
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         if self.config.orthogonalization == "newton_schulz":
@@ -316,32 +307,24 @@ class _Muon(torch.optim.Optimizer):
         return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-class _RoundingAdamW(torch.optim.Optimizer):
+class _RoundingAdamW(_Plain):
     """AdamW whose moments are stored in bfloat16, rounded by keyed hashes; formulas of `trainer/kernels/keyed.py`."""
 
-    def __init__(self, groups: list[dict[str, Any]], names: dict[Tensor, str], seed: int, **settings: Any) -> None:
-        super().__init__(groups, settings)
-        self.names = names
-        self.run_seed = seed
+    def __init__(self, groups: list[dict[str, Any]], config: Optimizer, keys: dict[Tensor, str]) -> None:
+        super().__init__(groups, config)
+        self.keys = keys
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            (beta1, beta2), lr, eps, decay = (group[key] for key in ("betas", "lr", "eps", "weight_decay"))
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                weight = p.numpy()
-                gradient = p.grad.numpy()
-                state = self.state[p]
-                state["t"] = t = state.get("t", 0) + 1
-                m = beta1 * state.get("m", 0.0) + (1 - beta1) * gradient
-                v = beta2 * state.get("v", 0.0) + (1 - beta2) * gradient**2
-                step = lr * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + eps)
-                weight -= lr * decay * weight + step
-                hashes = _hashes(f"{self.run_seed}/{self.names[p]}/moments", t, p.numel()).reshape(p.shape)
-                state["m"] = _rounded(m, hashes & 0xFFFF).astype(weight.dtype)
-                state["v"] = _rounded(v, hashes >> 16).astype(weight.dtype)
+    def _update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = self.config.betas
+        weight = p.numpy()
+        state["t"] = t = state.get("t", 0) + 1
+        m = beta1 * state.get("m", 0.0) + (1 - beta1) * gradient.numpy()
+        v = beta2 * state.get("v", 0.0) + (1 - beta2) * gradient.numpy() ** 2
+        step = group["lr"] * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + group["eps"])
+        weight -= group["lr"] * group["weight_decay"] * weight + step
+        hashes = _hashes(self.keys[p], t, p.numel()).reshape(p.shape)
+        state["m"] = _rounded(m, hashes & 0xFFFF).astype(weight.dtype)
+        state["v"] = _rounded(v, hashes >> 16).astype(weight.dtype)
 
 
 def _hashes(key: str, step: int, n: int) -> np.ndarray:
@@ -395,15 +378,14 @@ def _plain_optimizers(
             if is_muons[n]
         ]
         optimizers = [_Muon(muons, config)]
-    betas = (config.betas[0], config.betas[1])
     if config.moments_dtype == "bfloat16":
-        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        seed = job.training.seed
-        return [_RoundingAdamW(groups, names, seed, lr=config.lr, betas=betas, eps=config.eps)]
+        keys: dict[Tensor, str] = {p: f"{job.training.seed}/{name}/moments" for name, p in parameters.items()}
+        return [_RoundingAdamW(groups, config, keys)]
     if config.name == "ademamix":
         return [_AdEMAMix(groups, config)]
     if config.name == "lion":
         return [_Lion(groups, config)]
+    betas = (config.betas[0], config.betas[1])
     adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=False, foreach=False)
     return [*optimizers, adamw]
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,29 +127,108 @@ def same_bits(row: Row) -> tuple[str, ...]:
     return *row.run_overrides, *(f"{key} {machine.get(f'--{key}', default.get(f'--{key}', ''))}" for key in decisive)
 
 
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "1 process": (1, {}),
-    "DDP 2": (2, {"dp_replicate": 2}),
-    "FSDP 2": (2, {"dp_shard": 2}),
-    "FSDP 4": (4, {"dp_shard": 4}),
-    "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
-    "TP 2": (2, {"tp": 2}),
-    "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
-    "PP 2": (2, {"pp": 2}),
-    "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}),
-    "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
-    "PP 2 zero-bubble": (2, {"pp": 2, "pipeline.schedule": "zero_bubble_v"}),
-    "PP 2 of 3 + 1 layers": (2, {"pp": 2, "pipeline.split": "[3, 1]"}),
-    "PP 4": (4, {"pp": 4}),
-    "PP 4 gpipe": (4, {"pp": 4, "pipeline.schedule": "gpipe"}),
-    "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
-    "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}),
-    "PP 2 x FSDP 2 zero-bubble": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "zero_bubble_v"}),
-    "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2}),
-    "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}),
-    "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}),
+PARTS: dict[str, dict[str, object]] = {
+    "DDP 2": {"mesh.dp_replicate": 2, "mesh.dp_shard": 1},
+    "FSDP 2": {"mesh.dp_shard": 2},
+    "FSDP 3": {"mesh.dp_shard": 3},
+    "FSDP 4": {"mesh.dp_shard": 4},
+    "HSDP 2x2": {"mesh.dp_replicate": 2, "mesh.dp_shard": 2},
+    "owner 2": {"mesh.dp_replicate": 2, "mesh.dp_shard": 1, "fsdp.partition": "owner"},
+    "TP 2": {"mesh.tp": 2},
+    "CP 2": {"mesh.cp": 2},
+    "CP 4": {"mesh.cp": 4},
+    "PP 2": {"mesh.pp": 2},
+    "PP 4": {"mesh.pp": 4},
+    "EP 2": {"mesh.dp_shard": 2, "mesh.ep": 2},
+    "EP 4": {"mesh.dp_shard": 4, "mesh.ep": 4},
+    "EP 2 x FSDP 2": {"mesh.dp_shard": 4, "mesh.ep": 2},
+    "EP 4 x FSDP 2": {"mesh.dp_shard": 8, "mesh.ep": 4},
+    "EP 4 over CP 2": {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ep": 4},
+    "replicated": {"mesh.dp_replicate": 2},
+    "ZeRO 1": {"fsdp.zero_stage": 1},
+    "ZeRO 2": {"fsdp.zero_stage": 2},
+    "gpipe": {"pipeline.schedule": "gpipe"},
+    "interleaved": {"pipeline.schedule": "interleaved_1f1b"},
+    "zero-bubble": {"pipeline.schedule": "zero_bubble_v"},
+    "of 3 + 1 layers": {"pipeline.split": "[3, 1]"},
+    "gather": {"context.method": "gather"},
+    "ring": {"context.method": "ring"},
+    "all_to_all": {"context.method": "all_to_all"},
+    "in buffers": {"expert.exchange": "buffers", "expert.buffer_factor": 1.5},
+    "a queue for each group": {"comm.streams": "per_group", "comm.prefetch": 2},
 }
-"""Ranks, and settings: axes of the mesh, other keys by their full name."""
+"""What the parts of a mesh's name set; of two that set the same key, the later one counts."""
+
+
+def settings_of(mesh: str) -> dict[str, Any]:
+    """The settings that a mesh's name says, e.g. "PP 2 x FSDP 2 interleaved"."""
+    settings: dict[str, Any] = {}
+    for part, values in PARTS.items():
+        if part in mesh:
+            settings |= values
+    return settings
+
+
+def _row(
+    name: str,
+    mesh: str,
+    run: Mapping[str, object],
+    compiled: bool = False,
+    micro_batch: int | None = None,
+    also: Mapping[str, object] | None = None,
+) -> Row:
+    """A row with selective activation checkpointing, where the schedule of the pipeline can do it.
+
+    Args:
+        name: of the row, in which {mesh} and {how} are filled in: eager or compiled.
+        mesh: names the settings of the mesh (`PARTS`).
+        run: keys of the run.
+        compiled: whether it is.
+        micro_batch: sequences; default: so many that a rank accumulates two steps, if it has two sequences.
+        also: further settings of the machine.
+    """
+    settings = settings_of(mesh)
+    mode = "none" if settings.get("pipeline.schedule") == "zero_bubble_v" else "selective"
+    data_ranks = settings.get("mesh.dp_replicate", 1) * settings.get("mesh.dp_shard", 1)
+    settings |= {
+        "activation_checkpoint.mode": mode,
+        "compile.enable": str(compiled).lower(),
+        "training.micro_batch_size": micro_batch or max(1, 4 // data_ranks),
+        **(also or {}),
+    }
+    ranks = math.prod(size for key, size in settings.items() if key.startswith("mesh.") and key != "mesh.ep")
+    how = "compiled" if compiled else "eager"
+    return Row(name.format(mesh=mesh, how=how), ranks, words(settings), words(run))
+
+
+def _both(name: str, meshes: Iterable[str], run: Mapping[str, object], micro_batch: int | None = None) -> Iterator[Row]:
+    """The rows of these meshes, eager and compiled."""
+    for mesh, compiled in itertools.product(meshes, (False, True)):
+        yield _row(name, mesh, run, compiled, micro_batch)
+
+
+MESHES = (
+    "1 process",
+    "DDP 2",
+    "FSDP 2",
+    "FSDP 4",
+    "HSDP 2x2",
+    "TP 2",
+    "FSDP 2 x TP 2",
+    "PP 2",
+    "PP 2 gpipe",
+    "PP 2 interleaved",
+    "PP 2 zero-bubble",
+    "PP 2 of 3 + 1 layers",
+    "PP 4",
+    "PP 4 gpipe",
+    "PP 2 x FSDP 2",
+    "PP 2 x FSDP 2 interleaved",
+    "PP 2 x FSDP 2 zero-bubble",
+    "PP 2 x DDP 2",
+    "PP 2 x TP 2",
+    "PP 2 x TP 2 zero-bubble",
+)
 
 
 def table() -> Iterator[Row]:
@@ -160,21 +239,16 @@ def table() -> Iterator[Row]:
     for mesh, mode, compiled, accumulation in itertools.product(
         MESHES, ("none", "full", "selective"), (False, True), (1, 2)
     ):
-        ranks, sizes = MESHES[mesh]
-        if sizes.get("pipeline.schedule") == "zero_bubble_v" and (compiled or mode == "selective"):
+        if "zero-bubble" in mesh and (compiled or mode == "selective"):
             continue
-        at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * sizes.get("pp", 1)
-        micro_batch = 8 // (at_once * accumulation)
-        overrides = _by_key(sizes) | {
-            "activation_checkpoint.mode": mode,
-            "compile.enable": str(compiled).lower(),
-            "training.micro_batch_size": micro_batch,
-        }
+        sizes = settings_of(mesh)
+        at_once = math.prod(sizes.get(f"mesh.{axis}", 1) for axis in ("dp_replicate", "dp_shard", "pp"))
+        also: dict[str, object] = {"activation_checkpoint.mode": mode}
         # Accumulating rows reduce only in the last micro-batch, so that the table has both ways.
         if accumulation > 1:
-            overrides["fsdp.accumulate"] = "reduce_last"
-        name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
-        yield Row(name, ranks, words(overrides))
+            also["fsdp.accumulate"] = "reduce_last"
+        name = f"{{mesh}}, {mode}, {{how}}, accumulation {accumulation}"
+        yield _row(name, mesh, {}, compiled, 8 // (at_once * accumulation), also)
     yield from _zero_rows()
     yield from _document_rows()
     yield from _context_rows()
@@ -196,227 +270,122 @@ def table() -> Iterator[Row]:
     yield from option_rows()
 
 
-MOMENTS: dict[str, object] = {"optimizer.moments_dtype": "bfloat16"}
-
-
 def moments_rows() -> Iterator[Row]:
     """Moments in bfloat16, whose rounding no mesh may change; accumulating two steps (PP 2: four).
 
     In float64 the rows agree like all others. In float32 a gradient's last bit may turn a rounding the other way, which
     changes that moment by its last bit, 0.4 to 0.8%: the bounds on loss and norm hold all the same.
     """
-    owner = {"fsdp.partition": "owner", "dp_replicate": 2, "dp_shard": 1}
-    meshes: dict[str, tuple[dict[str, Any], dict[str, object]]] = {  # axes and machine's settings, the run's
-        "1 process": ({}, {}),
-        "DDP 2": ({"dp_replicate": 2, "dp_shard": 1}, {}),
-        "FSDP 2": ({"dp_shard": 2}, {}),
-        "FSDP 4": ({"dp_shard": 4}, {}),
-        "HSDP 2x2": ({"dp_replicate": 2, "dp_shard": 2}, {}),
-        "TP 2": ({"tp": 2}, {}),
-        "FSDP 2 x TP 2": ({"dp_shard": 2, "tp": 2}, {}),
-        "PP 2": ({"pp": 2}, {}),
-        "CP 2": ({"cp": 2}, {}),
-        "owner 2": (owner, {}),
-        "owner 2 x TP 2": ({**owner, "tp": 2}, {}),
-        "EP 2 x TP 2": ({"dp_shard": 2, "ep": 2, "tp": 2}, MOE),
-        "frozen, FSDP 2": ({"dp_shard": 2}, {"optimizer.groups": groups_of(FROZEN)}),
-    }
-    for name, (sizes, run) in meshes.items():
-        ranks = math.prod(size for key, size in sizes.items() if "." not in key and key != "ep")
-        at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
-        overrides = _selective(sizes, max(1, 4 // at_once), compiled=name == "FSDP 2 x TP 2")
-        yield Row(f"bfloat16 moments, {name}", ranks, words(overrides), words(MOMENTS | run))
+    name = "bfloat16 moments, {mesh}"
+    run: dict[str, object] = {"optimizer.moments_dtype": "bfloat16"}
+    for mesh in ("1 process", "DDP 2", "FSDP 2", "FSDP 4", "HSDP 2x2", "TP 2", "PP 2", "CP 2", "owner 2"):
+        yield _row(name, mesh, run)
+    yield _row(name, "FSDP 2 x TP 2", run, compiled=True)
+    yield _row(name, "owner 2 x TP 2", run)
+    yield _row(name, "EP 2 x TP 2", run | MOE)
+    yield _row(name, "frozen, FSDP 2", run | {"optimizer.groups": groups_of(FROZEN)})
 
 
 def lion_rows() -> Iterator[Row]:
     """Lion, over row shards and by owner."""
-    owner = {"fsdp.partition": "owner", "dp_replicate": 2, "dp_shard": 1}
-    run = {"optimizer.name": "lion", "optimizer.betas": "[0.9, 0.99]"}
-    meshes: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, axes and machine's settings
-        "1 process": (1, {}),
-        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
-        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
-        "CP 2": (2, {"cp": 2}),
-        "owner 2 x PP 2 interleaved": (4, {**owner, "pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
-    }
-    for name, (ranks, sizes) in meshes.items():
-        yield Row(f"Lion, {name}", ranks, words(_selective(sizes, 2, compiled=False)), words(run))
-    experts = words(_selective({"dp_shard": 2, "ep": 2}, 2, compiled=False))
-    yield Row("Lion, EP 2", 2, experts, words(run | MOE))
+    name = "Lion, {mesh}"
+    run: dict[str, object] = {"optimizer.name": "lion", "optimizer.betas": "[0.9, 0.99]"}
+    for mesh in ("1 process", "HSDP 2x2", "FSDP 2 x TP 2", "CP 2", "owner 2 x PP 2 interleaved"):
+        yield _row(name, mesh, run, micro_batch=2)
+    yield _row(name, "EP 2", run | MOE, micro_batch=2)
     decay = {"optimizer.cautious_weight_decay": "true", "optimizer.weight_decay_by": "schedule"}
-    overrides = words(_selective({"dp_shard": 2}, 2, compiled=False))
-    yield Row("Lion, cautious, FSDP 2", 2, overrides, words(run | decay | {"optimizer.weight_decay": 1e-3}))
+    yield _row(name, "cautious, FSDP 2", run | decay | {"optimizer.weight_decay": 1e-3}, micro_batch=2)
 
 
 def ademamix_rows() -> Iterator[Row]:
     """AdEMAMix, whose slow average is still warming up, over row shards and by owner."""
-    owner = {"fsdp.partition": "owner", "dp_replicate": 2, "dp_shard": 1}
+    name = "AdEMAMix, {mesh}"
     run: dict[str, object] = {"optimizer.name": "ademamix", "optimizer.slow_beta": 0.99}
     run |= {"optimizer.slow_warmup_steps": 4}
-    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
-        "1 process": (1, {}, {}),
-        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
-        "FSDP 2 x TP 2, cautious": (4, {"dp_shard": 2, "tp": 2}, {"optimizer.cautious_weight_decay": "true"}),
-        "PP 2": (2, {"pp": 2}, {}),
-        "owner 2": (2, owner, {"optimizer.groups": groups_of(FROZEN)}),
-        "EP 2": (2, {"dp_shard": 2, "ep": 2}, MOE),
-    }
-    for name, (ranks, sizes, more) in meshes.items():
-        overrides = _selective(sizes, 2, compiled=name == "FSDP 2 x TP 2, cautious")
-        yield Row(f"AdEMAMix, {name}", ranks, words(overrides), words(run | more))
-
-
-MUON: dict[str, object] = {"optimizer.name": "muon"}
+    for mesh in ("1 process", "HSDP 2x2", "PP 2"):
+        yield _row(name, mesh, run, micro_batch=2)
+    cautious = run | {"optimizer.cautious_weight_decay": "true"}
+    yield _row(name, "FSDP 2 x TP 2, cautious", cautious, compiled=True, micro_batch=2)
+    yield _row(name, "owner 2", run | {"optimizer.groups": groups_of(FROZEN)}, micro_batch=2)
+    yield _row(name, "EP 2", run | MOE, micro_batch=2)
 
 
 def muon_rows() -> Iterator[Row]:
     """Muon, which exchanges parts of matrices, on each axis; with experts, each of which is a matrix of its own."""
-    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
-        "1 process": (1, {}, {}),
-        "DDP 2": (2, {"dp_replicate": 2, "dp_shard": 1}, {}),
-        "FSDP 3": (3, {"dp_shard": 3}, {"training.global_batch_size": 6}),
-        "FSDP 4": (4, {"dp_shard": 4}, {}),
-        "FSDP 4, ZeRO 2": (4, {"dp_shard": 4, "fsdp.zero_stage": 2}, {}),
-        "FSDP 4, ZeRO 1": (4, {"dp_shard": 4, "fsdp.zero_stage": 1}, {}),
-        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
-        "TP 2": (2, {"tp": 2}, {}),
-        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, {}),
-        "CP 2": (2, {"cp": 2}, {}),
-        "PP 2": (2, {"pp": 2}, {}),
-        "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}, {}),
-        "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}, {}),
-        "frozen, FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, {"optimizer.groups": groups_of(FROZEN)}),
-        "experts, 1 process": (1, {}, MOE),
-        "experts, FSDP 4": (4, {"dp_shard": 4}, MOE),
-        "experts, HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, MOE),
-        "experts, owner 2": (2, {"dp_replicate": 2, "dp_shard": 1, "fsdp.partition": "owner"}, MOE),
-        "experts, TP 2": (2, {"tp": 2}, MOE),
-        "experts, PP 2": (2, {"pp": 2}, MOE),
-        "experts, EP 2 x FSDP 2": (4, {"dp_shard": 4, "ep": 2}, MOE),
-        "experts, EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}, MOE),
-        "experts, EP 2, replicated": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, MOE),
-    }
+    muon: dict[str, object] = {"optimizer.name": "muon"}
+    name = "Muon, {mesh}, {how}"
+
+    def rows(meshes: Iterable[str], run: dict[str, object], what: str = "") -> Iterator[Row]:
+        for mesh in meshes:
+            yield _row(name, f"{what}{mesh}", muon | run, micro_batch=1)
+
+    yield from _both(name, ("FSDP 4", "FSDP 2 x TP 2", "PP 2"), muon, micro_batch=1)
+    yield from rows(("1 process", "DDP 2", "FSDP 4, ZeRO 2", "FSDP 4, ZeRO 1", "HSDP 2x2", "TP 2", "CP 2"), {})
+    yield from rows(("PP 2 x FSDP 2 interleaved", "PP 2 x TP 2 zero-bubble"), {})
+    yield from rows(("FSDP 3",), {"training.global_batch_size": 6})
+    yield from rows(("frozen, FSDP 2 x TP 2",), {"optimizer.groups": groups_of(FROZEN)})
+    yield from _both(name, ("experts, EP 2 x FSDP 2",), muon | MOE, micro_batch=1)
+    yield from rows(("1 process", "FSDP 4", "HSDP 2x2", "owner 2", "TP 2", "PP 2"), MOE, "experts, ")
+    yield from rows(("EP 2 x TP 2", "EP 2, replicated"), MOE, "experts, ")
     options: dict[str, object] = {"optimizer.nesterov": "false", "optimizer.orthogonalization": "polar_express"}
     options |= {"optimizer.split_heads": "true", "optimizer.cautious_weight_decay": "true"}
     options |= {"optimizer.weight_decay_by": "schedule", "optimizer.weight_decay": 1e-3}
-    meshes |= {
-        "options, FSDP 4": (4, {"dp_shard": 4}, options),
-        "options, HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, options),
-        "options, FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, options),
-        "options, PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, options),
-        "options, experts, EP 2 x FSDP 2": (4, {"dp_shard": 4, "ep": 2}, MOE | options),
-        "options, owner 2 x TP 2": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "fsdp.partition": "owner"}, options),
-    }
-    compiled = ("FSDP 4", "FSDP 2 x TP 2", "PP 2", "experts, EP 2 x FSDP 2")
-    for name, (ranks, sizes, run) in meshes.items():
-        for is_compiled in (False, True) if name in compiled else (False,):
-            overrides = _selective(sizes, 1, is_compiled)
-            if sizes.get("pipeline.schedule") == "zero_bubble_v":
-                del overrides["activation_checkpoint.mode"]
-            yield Row(f"Muon, {name}, {_how(is_compiled)}", ranks, words(overrides), words(MUON | run))
+    meshes = ("FSDP 4", "HSDP 2x2", "FSDP 2 x TP 2", "PP 2 x FSDP 2", "owner 2 x TP 2")
+    yield from rows(meshes, options, "options, ")
+    yield from rows(("EP 2 x FSDP 2",), MOE | options, "options, experts, ")
 
 
 def qk_norm_rows() -> Iterator[Row]:
     """Norms of each head; a rank's gradient of their weights is one term of a sum over tensor-parallel ranks."""
+    name = "qk_norm, {mesh}, {how}"
     run: dict[str, object] = {"model.qk_norm": "head"}
-    muon: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}
-    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes, further overrides of the run
-        "1 process": (1, {}, {}),
-        "FSDP 2": (2, {"dp_shard": 2}, {}),
-        "TP 2": (2, {"tp": 2}, {}),
-        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, {}),
-        "CP 2": (2, {"cp": 2}, {}),
-        "PP 2": (2, {"pp": 2}, {}),
-        "EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}, MOE),
-        "owner 2 x TP 2, Muon": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, muon),
-    }
-    for (name, (ranks, sizes, more)), compiled in itertools.product(meshes.items(), (False, True)):
-        overrides = _selective(sizes, 2, compiled)
-        yield Row(f"qk_norm, {name}, {_how(compiled)}", ranks, words(overrides), words(run | more))
+    meshes = ("1 process", "FSDP 2", "TP 2", "FSDP 2 x TP 2", "CP 2", "PP 2")
+    yield from _both(name, meshes, run, micro_batch=2)
+    yield from _both(name, ("EP 2 x TP 2",), run | MOE, micro_batch=2)
+    yield from _both(name, ("owner 2 x TP 2, Muon",), run | OWNED_MUON, micro_batch=2)
 
 
 def tied_rows() -> Iterator[Row]:
     """Embedding and head that share a matrix, on both ends of a pipeline."""
-    frozen: dict[str, object] = {"optimizer.groups": groups_of({"embed_tokens.*": "freeze_until_step = 2"})}
-    muon: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}
-    owner = {"dp_replicate": 2, "dp_shard": 1, "fsdp.partition": "owner"}
-    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
-        "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}, {}),
-        "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}, {}),
-        "PP 4": (4, {"pp": 4}, {}),
-        "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, {}),
-        "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2, "dp_shard": 1}, {}),
-        "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}, {}),
-        "PP 2 x CP 2, documents": (4, {"pp": 2, "cp": 2}, DOCUMENTS),
-        "PP 2, frozen for two steps": (2, {"pp": 2}, frozen),
-        "owner 2 x PP 2": (4, {**owner, "pp": 2}, {}),
-        "owner 2 x PP 2 interleaved, Muon": (4, {**owner, "pp": 2, "pipeline.schedule": "interleaved_1f1b"}, muon),
-    }
+    name = "tied, {mesh}, {how}"
     tied: dict[str, object] = {"model.tie_embeddings": "true"}
-    for name, (ranks, sizes, run) in meshes.items():
-        yield Row(f"tied, {name}, eager", ranks, words(_selective(sizes, 2, compiled=False)), words(tied | run))
-    compiled = words(_selective({"pp": 2, "dp_shard": 2}, 2, compiled=True))
-    yield Row("tied, PP 2 x FSDP 2, compiled", 4, compiled, words(tied))
+    frozen = {"optimizer.groups": groups_of({"embed_tokens.*": "freeze_until_step = 2"})}
+    yield from _both(name, ("PP 2 x FSDP 2",), tied, micro_batch=2)
+    for mesh in ("PP 2 gpipe", "PP 2 interleaved", "PP 4", "PP 2 x DDP 2", "PP 2 x TP 2", "owner 2 x PP 2"):
+        yield _row(name, mesh, tied, micro_batch=2)
+    yield _row(name, "PP 2 x CP 2, documents", tied | DOCUMENTS, micro_batch=2)
+    yield _row(name, "PP 2, frozen for two steps", tied | frozen, micro_batch=2)
+    yield _row(name, "owner 2 x PP 2 interleaved, Muon", tied | OWNED_MUON, micro_batch=2)
 
 
 def further_rows() -> Iterator[Row]:
     """Modules that predict further tokens, whose embedding a pipeline holds on both ends; `option_rows` has more."""
-    owner = {"dp_replicate": 2, "dp_shard": 1, "fsdp.partition": "owner"}
+    name = "further, {mesh}, {how}"
+    further = OPTIONS["further tokens"]
     muon: dict[str, object] = {"optimizer.name": "muon", "training.z_loss_weight": 0.1}
     tied: dict[str, object] = {"model.tie_embeddings": "true"}
-    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
-        "1 process": (1, {}, tied),
-        "FSDP 2, ZeRO 1": (2, {"dp_shard": 2, "fsdp.zero_stage": 1}, {}),
-        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
-        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, tied),
-        "CP 2 ring, documents": (2, {"cp": 2, "context.method": "ring"}, DOCUMENTS),
-        "CP 2 all_to_all": (2, {"cp": 2, "context.method": "all_to_all"}, {}),
-        "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}, {}),
-        "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}, {}),
-        "PP 2, tied": (2, {"pp": 2}, tied),
-        "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, muon),
-        "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}, {}),
-        "PP 2 x CP 2, documents": (4, {"pp": 2, "cp": 2}, DOCUMENTS),
-        "owner 2 x PP 2": (4, {**owner, "pp": 2}, {}),
-    }
-    further = OPTIONS["further tokens"]
-    for name, (ranks, sizes, run) in meshes.items():
-        yield Row(f"further, {name}, eager", ranks, words(_selective(sizes, 2, compiled=False)), words(further | run))
+    for mesh in ("HSDP 2x2", "CP 2 all_to_all", "PP 2 gpipe", "PP 2 interleaved", "PP 2 x TP 2", "owner 2 x PP 2"):
+        yield _row(name, mesh, further, micro_batch=2)
+    yield _row(name, "FSDP 2, ZeRO 1", further, micro_batch=2)
+    for mesh in ("1 process", "FSDP 2 x TP 2", "PP 2, tied"):
+        yield _row(name, mesh, further | tied, micro_batch=2)
+    for mesh in ("CP 2 ring, documents", "PP 2 x CP 2, documents"):
+        yield _row(name, mesh, further | DOCUMENTS, micro_batch=2)
+    yield _row(name, "PP 2 x FSDP 2", further | muon, micro_batch=2)
     for mode in ("none", "full", "selective"):
-        overrides = _selective({"dp_shard": 2, "tp": 2}, 2, compiled=True) | {"activation_checkpoint.mode": mode}
-        yield Row(f"further, FSDP 2 x TP 2, {mode}, compiled", 4, words(overrides), words(further))
+        also = {"activation_checkpoint.mode": mode}
+        yield _row(f"further, {{mesh}}, {mode}, {{how}}", "FSDP 2 x TP 2", further, True, 2, also)
 
 
 def option_rows() -> Iterator[Row]:
     """Each option of a model on each axis; then those of a family together on more axes, eager and compiled."""
-    axes: dict[str, dict[str, Any]] = {
-        "FSDP 2": {"dp_shard": 2},
-        "TP 2": {"tp": 2},
-        "CP 2": {"cp": 2},
-        "PP 2": {"pp": 2},
-    }
-    for (option, run), (mesh, sizes) in itertools.product(OPTIONS.items(), axes.items()):
-        yield Row(f"{option}, {mesh}", 2, words(_selective(sizes, 2, compiled=False)), words(run))
-    meshes: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, axes and machine's settings
-        "1 process": (1, {}),
-        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
-        "CP 2 x TP 2": (4, {"cp": 2, "tp": 2}),
-        "CP 4": (4, {"cp": 4}),
-        "CP 2 all_to_all": (2, {"cp": 2, "context.method": "all_to_all"}),
-        "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
-    }
-    products = itertools.product(FAMILIES.items(), meshes.items(), (False, True))
-    for (family, run), (name, (ranks, sizes)), compiled in products:
-        overrides = _selective(sizes, 2, compiled)
-        yield Row(f"{family}, {name}, {_how(compiled)}", ranks, words(overrides), words(run))
-    further: dict[str, tuple[int, dict[str, Any]]] = {
-        "EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}),
-        "EP 2 x PP 2": (4, {"dp_shard": 2, "ep": 2, "pp": 2}),
-        "EP 2 x CP 2, ring": (4, {"dp_shard": 2, "ep": 2, "cp": 2, "context.method": "ring"}),
-    }
-    for (name, (ranks, sizes)), compiled in itertools.product(further.items(), (False, True)):
-        overrides = _selective(sizes, 2, compiled)
-        yield Row(f"DeepSeek-V3, {name}, {_how(compiled)}", ranks, words(overrides), words(FAMILIES["DeepSeek-V3"]))
+    for (option, run), mesh in itertools.product(OPTIONS.items(), ("FSDP 2", "TP 2", "CP 2", "PP 2")):
+        yield _row(f"{option}, {{mesh}}", mesh, run, micro_batch=2)
+    meshes = ("1 process", "FSDP 2 x TP 2", "CP 2 x TP 2", "CP 4", "CP 2 all_to_all", "PP 2 x FSDP 2")
+    for family, run in FAMILIES.items():
+        yield from _both(f"{family}, {{mesh}}, {{how}}", meshes, run, micro_batch=2)
+    with_experts = ("EP 2 x TP 2", "EP 2 x PP 2", "EP 2 x CP 2, ring")
+    yield from _both("DeepSeek-V3, {mesh}, {how}", with_experts, FAMILIES["DeepSeek-V3"], micro_batch=2)
 
 
 def float8_rows() -> Iterator[Row]:
@@ -424,73 +393,57 @@ def float8_rows() -> Iterator[Row]:
 
     Scales are over a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
     """
-    tensorwise = "tensorwise"
-    rowwise = "rowwise"
-    by_token = "rowwise_with_gw_hp"
     gather: dict[str, object] = {"float8.fsdp_all_gather": "true"}
     selective: dict[str, object] = {
         "activation_checkpoint.mode": "selective",
         "activation_checkpoint.save_every_nth_matmul": 2,
     }
     meshes: list[tuple[str, str, int, dict[str, object]]] = [  # recipe, mesh, ranks, settings
-        (tensorwise, "1 process", 1, {}),
-        (tensorwise, "FSDP 2", 2, {}),
-        (tensorwise, "FSDP 2, selective", 2, selective),
-        (tensorwise, "FSDP 2, gathered in 8 bits", 2, gather),
-        (tensorwise, "HSDP 2x2, gathered in 8 bits", 4, {"mesh.dp_replicate": 2, **gather}),
-        (tensorwise, "ZeRO 1, gathered in 8 bits", 2, {"fsdp.zero_stage": 1, **gather}),
-        (tensorwise, "PP 2, gathered in 8 bits", 4, {"mesh.pp": 2, **gather}),
-        (tensorwise, "PP 2 interleaved, gathered in 8 bits", 4, {**INTERLEAVED, **gather}),
-        (tensorwise, "owner 2", 2, {"mesh.dp_replicate": 2, **OWNER}),
-        (tensorwise, "PP 2", 2, {"mesh.pp": 2}),
-        (tensorwise, "TP 2", 2, {"mesh.tp": 2}),
-        (tensorwise, "FSDP 2 x TP 2, gathered in 8 bits", 4, {"mesh.tp": 2, **gather}),
-        (rowwise, "1 process", 1, {}),
-        (rowwise, "FSDP 2, selective", 2, selective),
-        (rowwise, "PP 2", 2, {"mesh.pp": 2}),
-        (rowwise, "FSDP 2 x TP 2", 4, {"mesh.tp": 2}),
-        (by_token, "1 process", 1, {}),
-        (by_token, "FSDP 2, 2 at once", 2, {"training.micro_batch_size": 2}),
-        (by_token, "TP 2", 2, {"mesh.tp": 2}),
-        (by_token, "CP 2", 2, {"mesh.cp": 2}),
+        ("tensorwise", "1 process", 1, {}),
+        ("tensorwise", "FSDP 2", 2, {}),
+        ("tensorwise", "FSDP 2, selective", 2, selective),
+        ("tensorwise", "FSDP 2, gathered in 8 bits", 2, gather),
+        ("tensorwise", "HSDP 2x2, gathered in 8 bits", 4, {"mesh.dp_replicate": 2, **gather}),
+        ("tensorwise", "ZeRO 1, gathered in 8 bits", 2, {"fsdp.zero_stage": 1, **gather}),
+        ("tensorwise", "PP 2, gathered in 8 bits", 4, {"mesh.pp": 2, **gather}),
+        ("tensorwise", "PP 2 interleaved, gathered in 8 bits", 4, {**INTERLEAVED, **gather}),
+        ("tensorwise", "owner 2", 2, {"mesh.dp_replicate": 2, **OWNER}),
+        ("tensorwise", "PP 2", 2, {"mesh.pp": 2}),
+        ("tensorwise", "TP 2", 2, {"mesh.tp": 2}),
+        ("tensorwise", "FSDP 2 x TP 2, gathered in 8 bits", 4, {"mesh.tp": 2, **gather}),
+        ("rowwise", "1 process", 1, {}),
+        ("rowwise", "FSDP 2, selective", 2, selective),
+        ("rowwise", "PP 2", 2, {"mesh.pp": 2}),
+        ("rowwise", "FSDP 2 x TP 2", 4, {"mesh.tp": 2}),
+        ("rowwise_with_gw_hp", "1 process", 1, {}),
+        ("rowwise_with_gw_hp", "FSDP 2, 2 at once", 2, {"training.micro_batch_size": 2}),
+        ("rowwise_with_gw_hp", "TP 2", 2, {"mesh.tp": 2}),
+        ("rowwise_with_gw_hp", "CP 2", 2, {"mesh.cp": 2}),
     ]
     for (recipe, mesh, ranks, settings), compiled in itertools.product(meshes, (False, True)):
         run = {"float8.recipe": recipe, "float8.emulate": "true", "training.micro_batch_size": 1}
+        how = "compiled" if compiled else "eager"
         overrides = {"compile.enable": str(compiled).lower(), **settings}
         cuts_sums = bool(settings.keys() & {"mesh.tp", "mesh.cp", "training.micro_batch_size"})
         bounds = "8-bit, other sums" if cuts_sums else ""
-        yield Row(f"float8 {recipe}, {mesh}, {_how(compiled)}", ranks, words(overrides), words(run), bounds)
+        yield Row(f"float8 {recipe}, {mesh}, {how}", ranks, words(overrides), words(run), bounds)
 
 
 def attention_rows() -> Iterator[Row]:
     """The kernel that a CPU can be told to use, on the axes that change attention; eager, accumulating two steps."""
-    meshes: dict[str, tuple[dict[str, object], int]] = {  # sizes of the axes and other settings, micro-batch
-        "FSDP 2": ({"dp_shard": 2}, 2),
-        "TP 2": ({"tp": 2}, 4),
-        "PP 2": ({"pp": 2}, 4),
-        "CP 2, gather": ({"cp": 2, "context.method": "gather"}, 4),
-        "CP 2, all_to_all": ({"cp": 2, "context.method": "all_to_all"}, 4),
-    }
-    for name, (sizes, micro_batch) in meshes.items():
-        overrides = {"attention.backend": "flash2"} | _selective(sizes, micro_batch, compiled=False)
-        yield Row(f"attention by flash2, {name}", 2, words(overrides))
+    for mesh in ("FSDP 2", "TP 2", "PP 2", "CP 2, gather", "CP 2, all_to_all"):
+        yield _row("attention by flash2, {mesh}", mesh, {}, also={"attention.backend": "flash2"})
 
 
 def memory_rows() -> Iterator[Row]:
     """Recomputation chosen by a memory limit, which falls on some of the layers; accumulating two steps."""
-    # Sizes of the axes, micro-batch, GiB in eager mode and compiled.
-    meshes: dict[str, tuple[dict[str, int], int, tuple[str, str]]] = {
-        "FSDP 2": ({"dp_shard": 2}, 2, ("0.0066", "0.0059")),
-        "TP 2": ({"tp": 2}, 4, ("0.0063", "0.0055")),
-        "PP 2": ({"pp": 2}, 4, ("0.0074", "0.0075")),
-    }
-    for (name, (sizes, micro_batch, limits)), compiled in itertools.product(meshes.items(), (False, True)):
-        overrides = _by_key(sizes) | {
-            "activation_checkpoint.memory_limit_gib": limits[compiled],
-            "compile.enable": str(compiled).lower(),
-            "training.micro_batch_size": micro_batch,
-        }
-        yield Row(f"memory limit, {name}, {_how(compiled)}", 2, words(overrides))
+    limits = {"FSDP 2": ("0.0066", "0.0059"), "TP 2": ("0.0063", "0.0055"), "PP 2": ("0.0074", "0.0075")}
+    for mesh, (eager, compiled) in limits.items():
+        overrides = settings_of(mesh) | {"training.micro_batch_size": 2 if mesh == "FSDP 2" else 4}
+        for how, gib in (("eager", eager), ("compiled", compiled)):
+            overrides["activation_checkpoint.memory_limit_gib"] = gib
+            overrides["compile.enable"] = str(how == "compiled").lower()
+            yield Row(f"memory limit, {mesh}, {how}", 2, words(overrides))
 
 
 def _zero_rows() -> Iterator[Row]:
@@ -506,57 +459,23 @@ def _zero_rows() -> Iterator[Row]:
 
 def _document_rows() -> Iterator[Row]:
     """A document mask, on each axis; selective checkpointing, accumulating two steps."""
-    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
-        "1 process": ({}, 4),
-        "FSDP 2": ({"dp_shard": 2}, 2),
-        "TP 2": ({"tp": 2}, 4),
-        "PP 2": ({"pp": 2}, 4),
-    }
-    for (name, (sizes, micro_batch)), compiled in itertools.product(meshes.items(), (False, True)):
-        overrides = _selective(sizes, micro_batch, compiled)
-        how = "compiled" if compiled else "eager"
-        yield Row(f"documents, {name}, {how}", math.prod(sizes.values()), words(overrides), words(DOCUMENTS))
-    zero_bubble = words({**ZERO_BUBBLE, "training.micro_batch_size": 4})
-    yield Row("documents, PP 2 zero-bubble, eager", 2, zero_bubble, words(DOCUMENTS))
+    name = "documents, {mesh}, {how}"
+    yield from _both(name, ("1 process", "FSDP 2", "TP 2", "PP 2"), DOCUMENTS)
+    yield _row(name, "PP 2 zero-bubble", DOCUMENTS)
 
 
 def _context_rows() -> Iterator[Row]:
     """Context parallelism by each method, alone and with each other axis, accumulating two steps."""
-    beside: dict[str, dict[str, int]] = {
-        "CP 2": {"cp": 2},
-        "CP 4": {"cp": 4},
-        "CP 2 x FSDP 2": {"cp": 2, "dp_shard": 2},
-        "CP 2 x DDP 2": {"cp": 2, "dp_replicate": 2, "dp_shard": 1},
-        "CP 2 x TP 2": {"cp": 2, "tp": 2},
-    }
-    for (mesh, sizes), method, compiled, masked in itertools.product(
-        beside.items(), ("gather", "ring", "all_to_all"), (False, True), (False, True)
-    ):
-        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
-            "context.method": method,
-            "activation_checkpoint.mode": "selective",
-            "compile.enable": str(compiled).lower(),
-            "training.micro_batch_size": 2 if "dp_replicate" in sizes or "dp_shard" in sizes else 4,
-        }
-        how = f"{'compiled' if compiled else 'eager'}{', documents' if masked else ''}"
-        run = words(DOCUMENTS) if masked else ()
-        yield Row(f"{mesh}, {method}, {how}", math.prod(sizes.values()), words(overrides), run)
+    meshes = ("CP 2", "CP 4", "CP 2 x FSDP 2", "CP 2 x DDP 2", "CP 2 x TP 2")
+    for mesh, method in itertools.product(meshes, ("gather", "ring", "all_to_all")):
+        yield from _both("{mesh}, {how}", (f"{mesh}, {method}",), {})
+        yield from _both("{mesh}, {how}, documents", (f"{mesh}, {method}",), DOCUMENTS)
 
 
 def _mixed_rows() -> Iterator[Row]:
     """Pairs that no other row has, and three axes on 8 ranks; selective checkpointing, accumulating two steps."""
-    mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
-        "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
-        "DDP 2 x TP 2": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, 2),
-        "FSDP 2 x TP 2 x PP 2": ({"dp_shard": 2, "tp": 2, "pp": 2}, 2),
-        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
-        "HSDP 2x2 x TP 2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1),
-        "PP 2 x CP 2 x FSDP 2": ({"pp": 2, "cp": 2, "dp_shard": 2}, 2),
-    }
-    for (name, (sizes, micro_batch)), compiled in itertools.product(mixtures.items(), (False, True)):
-        overrides = _selective(sizes, micro_batch, compiled)
-        how = "compiled" if compiled else "eager"
-        yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), words(overrides))
+    eight = ("FSDP 2 x TP 2 x PP 2", "FSDP 2 x CP 2 x TP 2", "HSDP 2x2 x TP 2", "PP 2 x CP 2 x FSDP 2")
+    yield from _both("{mesh}, selective, {how}", ("PP 2 x CP 2", "DDP 2 x TP 2", *eight), {})
 
 
 # A dense first layer, a shared expert, and so many experts that at every step but the first some get no token of the
@@ -571,22 +490,9 @@ MOE_BIAS: dict[str, object] = {
 
 def moe_rows() -> Iterator[Row]:
     """A mixture of experts, each balance rule on each axis; selective checkpointing, accumulating two steps."""
-    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
-        "1 process": ({}, 4),
-        "FSDP 2": ({"dp_shard": 2}, 2),
-        "HSDP 2x2": ({"dp_replicate": 2, "dp_shard": 2}, 1),
-        "TP 2": ({"tp": 2}, 4),
-        "PP 2": ({"pp": 2}, 4),
-        "CP 2": ({"cp": 2}, 4),
-        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
-    }
-    rules = {"auxiliary loss": MOE, "bias": MOE_BIAS}
-    for (name, (sizes, micro_batch)), (rule, run), compiled in itertools.product(
-        meshes.items(), rules.items(), (False, True)
-    ):
-        overrides = _selective(sizes, micro_batch, compiled)
-        how = "compiled" if compiled else "eager"
-        yield Row(f"MoE {rule}, {name}, {how}", math.prod(sizes.values()), words(overrides), words(run))
+    meshes = ("1 process", "FSDP 2", "HSDP 2x2", "TP 2", "PP 2", "CP 2", "FSDP 2 x CP 2 x TP 2")
+    yield from _both("MoE auxiliary loss, {mesh}, {how}", meshes, MOE)
+    yield from _both("MoE bias, {mesh}, {how}", meshes, MOE_BIAS)
 
 
 def expert_rows() -> Iterator[Row]:
@@ -594,45 +500,25 @@ def expert_rows() -> Iterator[Row]:
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
-    queues = {"comm.streams": "per_group", "comm.prefetch": 2}
-    buffers = {"expert.exchange": "buffers", "expert.buffer_factor": 1.5}
-    meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, ranks
-        "EP 2": ({"dp_shard": 2, "ep": 2}, 2),
-        "EP 2 in buffers": ({"dp_shard": 2, "ep": 2, **buffers}, 2),
-        "EP 2 x TP 2 in buffers": ({"dp_shard": 2, "ep": 2, "tp": 2, **buffers}, 4),
-        "EP 2 x PP 2 in buffers": ({"dp_shard": 2, "ep": 2, "pp": 2, **buffers}, 4),
-        "EP 4 over CP 2 in buffers": ({"dp_shard": 2, "cp": 2, "ep": 4, **buffers}, 4),
-        "EP 4": ({"dp_shard": 4, "ep": 4}, 4),
-        "EP 2 x FSDP 2": ({"dp_shard": 4, "ep": 2}, 4),
-        "EP 2 x FSDP 2, a queue for each group": ({"dp_shard": 4, "ep": 2, **queues}, 4),
-        "EP 2 x DDP 2": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4),
-        "EP 4 x FSDP 2": ({"dp_shard": 8, "ep": 4}, 8),
-        "EP 2 x TP 2": ({"dp_shard": 2, "ep": 2, "tp": 2}, 4),
-        "EP 2 x FSDP 2 x TP 2": ({"dp_shard": 4, "ep": 2, "tp": 2}, 8),
-        "EP 2 x PP 2": ({"dp_shard": 2, "ep": 2, "pp": 2}, 4),
-        "PP 2 x EP 2 x FSDP 2": ({"dp_shard": 4, "ep": 2, "pp": 2}, 8),
-        "EP 2 x CP 2": ({"dp_shard": 2, "cp": 2, "ep": 2}, 4),
-        "EP 4 over CP 2": ({"dp_shard": 2, "cp": 2, "ep": 4}, 4),
-    }
-    for (name, (sizes, ranks)), compiled in itertools.product(meshes.items(), (False, True)):
-        at_once = sizes.get("dp_replicate", 1) * sizes["dp_shard"]
-        overrides = _selective(sizes, max(1, 4 // at_once), compiled)
-        run = MOE | ({"training.global_batch_size": 16} if at_once == 8 else {})
-        yield Row(f"{name}, {'compiled' if compiled else 'eager'}", ranks, words(overrides), words(run))
-
-
-def _by_key(settings: Mapping[str, object]) -> dict[str, object]:
-    """Axes of the mesh under their full names, too."""
-    return {key if "." in key else f"mesh.{key}": value for key, value in settings.items()}
-
-
-def _selective(sizes: Mapping[str, object], micro_batch: int, compiled: bool) -> dict[str, object]:
-    """Overrides for a mesh, with selective activation checkpointing."""
-    return _by_key(sizes) | {
-        "activation_checkpoint.mode": "selective",
-        "compile.enable": str(compiled).lower(),
-        "training.micro_batch_size": micro_batch,
-    }
+    meshes = (
+        "EP 2",
+        "EP 2 in buffers",
+        "EP 2 x TP 2 in buffers",
+        "EP 2 x PP 2 in buffers",
+        "EP 4 over CP 2 in buffers",
+        "EP 4",
+        "EP 2 x FSDP 2",
+        "EP 2 x FSDP 2, a queue for each group",
+        "EP 2 x DDP 2",
+        "EP 2 x TP 2",
+        "EP 2 x FSDP 2 x TP 2",
+        "EP 2 x PP 2",
+        "PP 2 x EP 2 x FSDP 2",
+        "EP 2 x CP 2",
+        "EP 4 over CP 2",
+    )
+    yield from _both("{mesh}, {how}", meshes, MOE)
+    yield from _both("{mesh}, {how}", ("EP 4 x FSDP 2",), MOE | {"training.global_batch_size": 16})
 
 
 def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
@@ -642,30 +528,24 @@ def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
 
 def owner_table() -> Iterator[Row]:
     """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and with other axes."""
-    owner = ("--fsdp.partition", "owner")
-    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon")}
-
-    def row(what: str, ranks: int, overrides: Mapping[str, object], optimizer: str) -> Row:
-        return Row(what, ranks, words({"mesh.dp_shard": 1, **overrides}) + owner, runs[optimizer])
-
+    runs: dict[str, dict[str, object]] = {"AdamW": {}, "Muon": {"optimizer.name": "muon"}}
     variants = {
         "accumulation 1": {},
         "accumulation 2": {"fsdp.accumulate": "reduce_last"},
         "selective, accumulation 2": {"activation_checkpoint.mode": "selective"},
         "compiled, accumulation 1": {"compile.enable": "true"},
     }
-    for (variant, options), optimizer, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
+    for (variant, options), (optimizer, run), ranks in itertools.product(variants.items(), runs.items(), (1, 2, 4)):
         micro_batch = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
-        overrides = {"mesh.dp_replicate": ranks, "training.micro_batch_size": micro_batch, **options}
-        yield row(f"owner {ranks}, {optimizer}, {variant}", ranks, overrides, optimizer)
-    for axis, optimizer, compiled in itertools.product(("tp", "cp", "pp"), runs, (False, True)):
-        how = "compiled" if compiled else "eager"
-        beside = _selective({"dp_replicate": 2, axis: 2}, 2, compiled)
-        yield row(f"owner 2 x {axis.upper()} 2, {optimizer}, {how}", 4, beside, optimizer)
-    schedules = {"interleaved": "interleaved_1f1b", "zero-bubble": "zero_bubble_v"}
-    for axis, optimizer, (named, schedule) in itertools.product(("dp_replicate", "cp"), runs, schedules.items()):
-        overrides = _by_key({axis: 2, "pp": 2, "pipeline.schedule": schedule, "training.micro_batch_size": 2})
-        yield row(f"owner over {axis} 2 x PP 2 {named}, {optimizer}", 4, overrides, optimizer)
+        overrides = {**OWNER, "mesh.dp_replicate": ranks, "training.micro_batch_size": micro_batch, **options}
+        yield Row(f"owner {ranks}, {optimizer}, {variant}", ranks, words(overrides), words(run))
+    for optimizer, run in runs.items():
+        meshes = ("owner 2 x TP 2", "owner 2 x CP 2", "owner 2 x PP 2")
+        yield from _both(f"{{mesh}}, {optimizer}, {{how}}", meshes, run)
+        for axis, schedule in itertools.product(("dp_replicate", "cp"), ("interleaved", "zero-bubble")):
+            mesh = f"owner over {axis} 2 x PP 2 {schedule}"
+            also = {**OWNER, f"mesh.{axis}": 2, "activation_checkpoint.mode": "none"}
+            yield _row(f"{{mesh}}, {optimizer}", mesh, run, micro_batch=2, also=also)
 
 
 # The embedding and a block are always frozen, so that no gradient flows back to them; others for some steps.
@@ -678,34 +558,16 @@ FROZEN_ENDS |= {"*.router.*": "freeze = true"}
 
 def freeze_rows() -> Iterator[Row]:
     """Parameters that are frozen, always or in the first steps, on each axis; accumulating two steps."""
-    meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, micro-batch
-        "1 process": ({}, 4),
-        "FSDP 2": ({"dp_shard": 2}, 2),
-        "HSDP 2x2, ZeRO 1": ({"dp_replicate": 2, "dp_shard": 2, "fsdp.zero_stage": 1}, 1),
-        "FSDP 2 x TP 2": ({"dp_shard": 2, "tp": 2}, 2),
-        "PP 4": ({"pp": 4}, 2),
-        "PP 2 interleaved": ({"pp": 2, "pipeline.schedule": "interleaved_1f1b"}, 2),
-        "CP 2": ({"cp": 2}, 4),
-        "owner 2": ({"dp_shard": 1, "dp_replicate": 2, "fsdp.partition": "owner"}, 2),
-        "owner 2 x TP 2": ({"dp_shard": 1, "dp_replicate": 2, "tp": 2, "fsdp.partition": "owner"}, 2),
-    }
-    for (name, (sizes, micro_batch)), compiled in itertools.product(meshes.items(), (False, True)):
-        overrides = _selective(sizes, micro_batch, compiled)
-        ranks = math.prod(size for key, size in sizes.items() if "." not in key)
-        for optimizer in ("AdamW", "Muon") if "owner" in name else ("AdamW",):
-            run = words({"optimizer.groups": groups_of(FROZEN)})
-            run += ("--optimizer.name", "muon", "--fsdp.partition", "owner") if optimizer == "Muon" else ()
-            yield Row(f"frozen, {name}, {optimizer}, {_how(compiled)}", ranks, words(overrides), run)
-    zero_bubble = words({**ZERO_BUBBLE, "training.micro_batch_size": 2})
-    yield Row("frozen, PP 2 zero-bubble, AdamW, eager", 2, zero_bubble, words({"optimizer.groups": groups_of(FROZEN)}))
-    ends: dict[str, tuple[int, dict[str, object]]] = {
-        "FSDP 2": (2, {"dp_shard": 2}),
-        "EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}),
-    }
+    name = "frozen, {mesh}, AdamW, {how}"
+    run: dict[str, object] = {"optimizer.groups": groups_of(FROZEN)}
+    owners = ("owner 2", "owner 2 x TP 2")
+    meshes = ("1 process", "FSDP 2", "HSDP 2x2, ZeRO 1", "FSDP 2 x TP 2", "CP 2", *owners)
+    yield from _both(name, meshes, run)
+    yield from _both("frozen, {mesh}, Muon, {how}", owners, run | OWNED_MUON)
+    yield from _both(name, ("PP 4", "PP 2 interleaved"), run, micro_batch=2)
+    yield _row(name, "PP 2 zero-bubble", run, micro_batch=2)
     tied = MOE | {"model.tie_embeddings": "true", "optimizer.groups": groups_of(FROZEN_ENDS)}
-    for (name, (n, sizes)), compiled in itertools.product(ends.items(), (False, True)):
-        row = f"frozen, tied, experts, {name}, {_how(compiled)}"
-        yield Row(row, n, words(_selective(sizes, 2, compiled)), words(tied))
+    yield from _both("frozen, tied, experts, {mesh}, {how}", ("FSDP 2", "EP 2 x TP 2"), tied)
 
 
 def groups_of(settings: Mapping[str, str]) -> str:
@@ -713,11 +575,8 @@ def groups_of(settings: Mapping[str, str]) -> str:
     return "[" + ", ".join(f'{{pattern = "{pattern}", {each}}}' for pattern, each in settings.items()) + "]"
 
 
-def _how(compiled: bool) -> str:
-    return "compiled" if compiled else "eager"
-
-
 OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
+OWNED_MUON: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}
 INTERLEAVED: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "interleaved_1f1b"}
 ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
 REFUSED: dict[str, tuple[int, dict[str, object], str]] = {

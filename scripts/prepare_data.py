@@ -7,10 +7,9 @@ hosts do it together by --shard 0/N to --shard N-1/N, and then --finish: the byt
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
@@ -18,9 +17,8 @@ if not __package__:  # run as a file
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
 from trainer.data.text.finish import finish
 from trainer.data.text.on_ray import make_shares_on_ray
-from trainer.data.text.plan import Call
-from trainer.data.text.prepare import prepare, settings_of
-from trainer.data.text.prepared_folder import RECORD, described
+from trainer.data.text.prepare import Call, prepare, settings_of
+from trainer.data.text.prepared_folder import RECORD, Settings, described
 from trainer.data.text.shares import MAX_SHARES, make_share
 from trainer.data.text.workers import Progress
 from trainer.report.console import Console
@@ -38,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _make_share(options, console)
             return
         if (options.output / RECORD).exists():
-            record = _prepare(options, console)()  # only checks that it would be the same
+            record = prepare(_call(options), console.line)  # only checks that it would be the same
             console.line(f"{options.output}: already there, from the same files and settings; nothing was written")
         elif options.finish or options.ray:
             if options.ray:
@@ -48,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record = finish(_call(options, progress))
         else:
             with console.progress("Tokenizing", in_bytes=True) as progress:
-                record = _prepare(options, console)(progress=progress)
+                record = prepare(_call(options, progress), console.line)
         for message in record["bad_files"]:
             console.warning(f"skipped: {message}")
         for line in described(record, options.output):
@@ -57,35 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; the same command resumes from there")
 
 
-def _choices(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that decide what is written."""
-    names = (
-        "text_key",
-        "validation_fraction",
-        "separator",
-        "drop_duplicates",
-        "pack",
-        "mask_until",
-        "mask_after",
-    )
-    return {name: getattr(options, name) for name in names}
+_FOUND = {"inputs", "tokenizer_hash", "vocab_size"}
+"""What of the settings is no option that decides what is written."""
 
 
-def _prepare(options: argparse.Namespace, console: Console) -> Callable[..., dict[str, Any]]:
-    return partial(
-        prepare,
-        options.inputs,
-        options.output,
-        options.tokenizer,
-        processes=options.processes,
-        max_bad_files=options.max_bad_files,
-        say=console.line,
-        **_choices(options),
-    )
-
-
-def _call(options: argparse.Namespace, progress: Progress) -> Call:
-    settings = settings_of(options.inputs, options.output, options.tokenizer, **_choices(options))
+def _call(options: argparse.Namespace, progress: Progress = Call.progress) -> Call:
+    choices = {each.name: getattr(options, each.name) for each in fields(Settings) if each.name not in _FOUND}
+    settings = settings_of(options.inputs, options.output, options.tokenizer, **choices)
     return Call(settings, options.output, options.tokenizer, options.processes, options.max_bad_files, progress)
 
 

@@ -121,7 +121,7 @@ class _Texts:
     """Prints texts in the order of their prompts, each as it grows: the first unfinished one; later ones wait."""
 
     def __init__(self, trained: "Trained", prompts: list[str], tokens: list[list[int]]) -> None:
-        from scripts.sampling.stream import TextStream
+        from scripts.sampling.text import TextStream
 
         self.tokens = [list(each) for each in tokens]
         """Tokens of each text, the prompt's included."""

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from configs.schema import Config, HfModel, Prepare
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
 from trainer.data.text.listing import examine, list_files
-from trainer.data.text.prepare import prepare
+from trainer.data.text.prepare import Call, prepare, settings_of
 from trainer.data.text.prepared_folder import described
+from trainer.data.text.workers import Progress
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
@@ -145,24 +145,15 @@ def _train_tokenizer(config: Config, console: Console, stop: StopRequest) -> Non
 
 def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console: Console, stop: StopRequest) -> None:
     output = Path(wanted.output)
-    write = partial(
-        prepare,
-        wanted.input,
-        output,
-        Path(tokenizer),
-        processes=os.cpu_count() or 1,
-        validation_fraction=wanted.validation_fraction,
-        max_bad_files=wanted.max_bad_files,
-        text_key=wanted.text_key,
-        separator=wanted.separator,
-        drop_duplicates=wanted.drop_duplicates,
-        pack=config.training.seq_len if wanted.pack else None,
-        mask_until=wanted.mask_until,
-        mask_after=wanted.mask_after,
-        say=console.line,
-    )
+    choices = wanted.model_dump(exclude={"input", "output", "max_bad_files"})
+    choices["pack"] = config.training.seq_len if wanted.pack else None
+
+    def call(progress: Progress = Call.progress) -> Call:
+        settings = settings_of(wanted.input, output, Path(tokenizer), **choices)
+        return Call(settings, output, Path(tokenizer), os.cpu_count() or 1, wanted.max_bad_files, progress)
+
     if output.exists():  # only checks that the files were made from the same text with the same settings
-        write(**_if_changed(config, output, console))
+        prepare(call(), console.line, **_if_changed(config, output, console))
         return
     with console.progress("Tokenizing", in_bytes=True) as report:
 
@@ -170,7 +161,7 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
             _check(stop)
             report(done, total, message)
 
-        record = write(progress=follow)
+        record = prepare(call(follow), console.line)
     for message in record["bad_files"]:
         console.warning(f"skipped, as data.prepare.max_bad_files allows: {message}")
     for line in described(record, output):

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
@@ -89,6 +89,11 @@ class TokenizerFiles:
     bos_id: int | None = None
     eos_id: int | None = None
 
+    def marks(self) -> dict[str, int]:
+        """The ids of the special tokens that it has, by transformers' names."""
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id}
+        return {key: token for key, token in ids.items() if token is not None}
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -116,8 +121,7 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     trained = manifest.value("training", "seq_len", int) or 0
     seq_len = _longest_sequence(model, trained)
-    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
-    entries = {name: entry_of(metadata, name) for name in names}
+    entries = _entries(metadata)
     return ModelFiles(
         model,
         seq_len,
@@ -194,10 +198,12 @@ def export_hf(
     model = _model_of(manifest, checkpoint)
     if reason := not_exportable(model):
         raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
+    whole = _exported(checkpoint, manifest, metadata, output, tokenizer, verify)
     if isinstance(model, HfModel):
-        _export_family(
-            checkpoint, manifest, metadata, model, output, tokenizer, dtype, max_shard_bytes, verify, progress
-        )
+        with whole as folder:
+            tensors, own_dtype = _family_tensors(checkpoint, metadata, dtype, progress)
+            target = getattr(torch, dtype) if dtype else own_dtype
+            family.write_folder(model, tensors, folder, target, max_shard_bytes, tokenizer.marks())
         return
     assert is_described(model)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
@@ -214,55 +220,47 @@ def export_hf(
     shards = _shards(shapes, targets, max_shard_bytes)
     stacks = _Stacks(checkpoint, metadata, model)
 
-    with ReadLock(checkpoint), unfinished_folder(output) as folder:
-        if verify == "hash":
-            check_tensors(checkpoint, manifest, metadata, "model.")
+    with whole as folder:
         for name, shard in shards.items():
             _write_shard(folder / name, {tensor: count(stacks.read(tensor)).to(targets[tensor]) for tensor in shard})
         seq_len = manifest.value("training", "seq_len", int) or 0
         write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
         write_json(folder / INDEX_NAME, _index(shards, targets))
-        marks = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        write_json(folder / "generation_config.json", {key: i for key, i in marks.items() if i is not None})
+        write_json(folder / "generation_config.json", tokenizer.marks())
+
+
+@contextmanager
+def _exported(
+    checkpoint: Path,
+    manifest: Manifest,
+    metadata: Metadata,
+    output: Path,
+    tokenizer: TokenizerFiles,
+    verify: Literal["size", "hash"],
+) -> Generator[Path, None, None]:
+    """A folder for the model of a checkpoint; it gets the tokenizer's files and its name at the end."""
+    with ReadLock(checkpoint), unfinished_folder(output) as folder:
+        if verify == "hash":
+            check_tensors(checkpoint, manifest, metadata, "model.")
+        yield folder
         for name, content in tokenizer.files.items():
             write_bytes(folder / name, content)
         finish(folder, output)
 
 
-def _export_family(
-    checkpoint: Path,
-    manifest: Manifest,
-    metadata: Metadata,
-    model: HfModel,
-    output: Path,
-    tokenizer: TokenizerFiles,
-    dtype: str | None,
-    max_shard_bytes: int,
-    verify: Literal["size", "hash"],
-    progress: Progress,
-) -> None:
-    """Export a model without a description: transformers writes the folder."""
-    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
-    entries = {name: entry_of(metadata, name) for name in names}
-    target = getattr(torch, dtype) if dtype else entries[names[0]].properties.dtype
+def _family_tensors(
+    checkpoint: Path, metadata: Metadata, dtype: str | None, progress: Progress
+) -> tuple[dict[str, Tensor], torch.dtype]:
+    """The tensors of a model without a description, converted, and the dtype that the first has in the checkpoint."""
+    entries = _entries(metadata)
     count = Counter(progress, sum(n_bytes(entry.size, entry.properties.dtype) for entry in entries.values()))
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    with ReadLock(checkpoint), unfinished_folder(output) as folder:
-        if verify == "hash":
-            check_tensors(checkpoint, manifest, metadata, "model.")
-        tensors = {
-            name.removeprefix("model."): _converted(count(read_tensor(checkpoint, metadata, name)), dtype)
-            for name in names
-        }
-        given = {name: token for name, token in special.items() if token is not None}
-        family.write_folder(model, tensors, folder, target, max_shard_bytes, given)
-        for file, content in tokenizer.files.items():
-            write_bytes(folder / file, content)
-        finish(folder, output)
-
-
-def _converted(tensor: Tensor, dtype: str | None) -> Tensor:
-    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
+    tensors = {}
+    for name in entries:
+        tensor = count(read_tensor(checkpoint, metadata, name))
+        if dtype and tensor.is_floating_point():
+            tensor = tensor.to(getattr(torch, dtype))
+        tensors[name.removeprefix("model.")] = tensor
+    return tensors, next(iter(entries.values())).properties.dtype
 
 
 class _Stacks:
@@ -337,6 +335,12 @@ def _longest_sequence(model: AnyModel, trained: int) -> int:
     return longest_sequence(model, trained) if is_described(model) else family.seq_len_of(model, trained)
 
 
+def _entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors of the model in a checkpoint, by name."""
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    return {name: entry_of(metadata, name) for name in names}
+
+
 def _n_tensors(metadata: Metadata) -> int:
     """The number of tensors that a checkpoint's tensors become in Hugging Face's format, where experts are separate."""
     entries = [entry_of(metadata, name) for name in metadata.state_dict_metadata]
@@ -352,10 +356,9 @@ def _check_count(path: Path, model: AnyModel, n_tensors: int) -> None:
 
 def _check_tensors(checkpoint: Path, metadata: Metadata, model: Model) -> torch.dtype:
     """Check that the checkpoint has exactly the model's tensors; returns the dtype of the weights."""
-    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
-    saved = {name: entry_of(metadata, name) for name in names}
+    saved = _entries(metadata)
     shapes = checkpoint_shapes(model)
-    first = next((entry for name, entry in saved.items() if name == next(iter(shapes))), None)
+    first = saved.get(next(iter(shapes)))
     dtype = first.properties.dtype if first else torch.float32
     dtypes = _dtypes(model, dtype)
     require_same(

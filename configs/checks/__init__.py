@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from configs.checks import activation_checkpoint, attention, compile, data, float8, fsdp, job, mesh, model, training
+from configs.checks import data, job, mesh, model, techniques, training
 from configs.checks.rule import Problem, Rule
 from configs.reading.keys import tables_in
 from configs.schema import Config, table_of_model
@@ -20,11 +20,7 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *training.RULES,
     *mesh.RULES,
-    *fsdp.RULES,
-    *activation_checkpoint.RULES,
-    *compile.RULES,
-    *attention.RULES,
-    *float8.RULES,
+    *techniques.RULES,
 )
 
 

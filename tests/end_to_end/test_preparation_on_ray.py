@@ -14,7 +14,7 @@ import pytest
 
 from scripts.prepare_data import main as prepare_data
 from tests.end_to_end.launch import ROOT
-from trainer.data.text.prepare import prepare
+from tests.preparing import prepare
 from trainer.data.tokenizer import train_sentencepiece
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

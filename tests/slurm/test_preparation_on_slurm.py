@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launch import ROOT
+from tests.preparing import prepare
 from tests.slurm.cluster import Cluster, Job
-from trainer.data.text.prepare import prepare
 from trainer.data.tokenizer import train_sentencepiece
 
 pytestmark = pytest.mark.slow

@@ -22,6 +22,7 @@ from torch import Tensor
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.ranks import gather
 from trainer.guards.verdict import name_ranks
+from trainer.stopwatch import Stopwatch
 
 LAG_RATIO = 0.2
 """Fraction of a step; a rank that lags behind by more is named."""
@@ -75,7 +76,7 @@ class Lag:
     """Time per step outside of collectives, by phase, on the rank that spent the most."""
 
 
-class PhaseClock:
+class PhaseClock(Stopwatch[Phase]):
     """Accounts for this rank's time in the training loop; all ranks have one, and make the same calls."""
 
     def __init__(self, waits: CollectiveWaits, has_pipeline: bool, warm_up_steps: int) -> None:
@@ -93,8 +94,8 @@ class PhaseClock:
         self._compared = [phase for phase in _COMPARED if not (has_pipeline and phase is Phase.COMPUTE)]
         self._stride = _FIRST_STRIDE
         self._steps = -warm_up_steps
-        self._open = [Phase.HOST]
-        self._last = self._update_began = time.perf_counter()
+        super().__init__(Phase.HOST)
+        self._update_began = self._last
         self._clear()
         self._slow: list[int] = []
         """The slow rank of each of the last consecutive windows; -1: none."""
@@ -102,23 +103,12 @@ class PhaseClock:
         """Windows during which no further report is made."""
 
     def _clear(self) -> None:
-        self._seconds = [0.0] * len(Phase)
+        self._seconds = dict.fromkeys(Phase, 0.0)
         self._sampled = 0.0
         self._samples = 0
         self._in_window = 0
         self._calls = self._waits.calls
         self._waits.take()
-
-    @contextmanager
-    def measure(self, phase: Phase) -> Iterator[None]:
-        """Count the time inside this context toward `phase`; a nested context's time counts only toward its own."""
-        self._book()
-        self._open.append(phase)
-        try:
-            yield
-        finally:
-            self._book()
-            self._open.pop()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -138,11 +128,6 @@ class PhaseClock:
         """Note, inside `step`, that its update begins."""
         self._update_began = time.perf_counter()
 
-    def _book(self) -> None:
-        now = time.perf_counter()
-        self._seconds[self._open[-1]] += now - self._last
-        self._last = now
-
     def finish_step(self) -> Lag | None:
         """Count a step; at the end of a window all ranks compare, and get the same result."""
         if not self._is_on:
@@ -161,7 +146,7 @@ class PhaseClock:
 
     def _exchange(self) -> Tensor:
         """Seconds per step of each rank: (ranks, phases + 2), the last two columns being the step's total and calls."""
-        seconds = [total / self._in_window for total in self._seconds]
+        seconds = [total / self._in_window for total in self._seconds.values()]
         step_seconds = sum(seconds)
         calls = (self._waits.calls - self._calls) / self._samples
         # The collectives of a step are waited for in forward and backward.

@@ -32,14 +32,15 @@ def faults_of_own_code(config: Config) -> Iterator[Fault]:
     if is_import_path(config.optimizer.name):
         yield from _rule(config.optimizer.name, config.fsdp.partition)
     if is_import_path(config.lr_schedule.name):
-        yield from _found("lr_schedule.name", lambda: _check_schedule(config.lr_schedule))
+        yield from fault_of("lr_schedule.name", lambda: _check_schedule(config.lr_schedule))
     if is_import_path(config.training.loss):
-        yield from _found("training.loss", lambda: _check_loss(config.training.loss, config.model.vocab_size))
+        yield from fault_of("training.loss", lambda: _check_loss(config.training.loss, config.model.vocab_size))
     if isinstance(config.model, OwnModel):
         yield from _model(config)
 
 
-def _found(key: str, check: Callable[[], object]) -> Iterator[Fault]:
+def fault_of(key: str, check: Callable[[], object]) -> Iterator[Fault]:
+    """What a check of this key finds wrong."""
     try:
         check()
     except ConfigError as error:
@@ -54,7 +55,7 @@ def _model(config: Config) -> Iterator[Fault]:
     asked = list(_asked_for(config, plan))
     yield from asked
     if not asked:
-        yield from _found("model.architecture", lambda: _check_forward(config))
+        yield from fault_of("model.architecture", lambda: _check_forward(config))
 
 
 def _asked_for(config: Config, plan: Plan) -> Iterator[Fault]:

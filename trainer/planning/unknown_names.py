@@ -3,7 +3,7 @@
 They are checked before anything is built, and by `--validate`, which needs torch for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -17,7 +17,7 @@ from models import build_model
 from models.hf.check import require_attention
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
-from trainer.planning.own_code import faults_of_own_code
+from trainer.planning.own_code import Fault, fault_of, faults_of_own_code
 from trainer.planning.skeleton import Skeleton, skeleton
 
 
@@ -27,27 +27,27 @@ def require_known_names(job: LoadedConfig) -> None:
     Raises:
         ConfigError: lists all mistakes, one per line, each with where its key was set.
     """
-    found = [f"{job.layers.where(key_path(key))}: {message}" for key, message in _mistakes(job.config)]
-    if found:
-        raise ConfigError("\n".join(found))
+    mistakes = [f"{job.layers.where(key_path(key))}: {message}" for key, message in _mistakes(job.config)]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
 
 
-def _mistakes(config: Config) -> Iterator[tuple[str, str]]:
+def _mistakes(config: Config) -> Iterator[Fault]:
     """Yield a key and what is wrong with it."""
     table = config.activation_checkpoint
     if not is_described(config.model):
         key = "model.architecture" if isinstance(config.model, OwnModel) else "model.hf_config"
-        faults = list(_mistake(key, lambda: _require_supported(config)))
+        faults = list(fault_of(key, lambda: _require_supported(config)))
         yield from faults
         if faults:
             return
     yield from faults_of_own_code(config)
     if config.optimizer.groups:
         names = list(skeleton(config.model).shapes)
-        yield from _mistake("optimizer.groups", lambda: frozen_until(config.optimizer, names))
+        yield from fault_of("optimizer.groups", lambda: frozen_until(config.optimizer, names))
     if table.mode == "selective" and (table.save_ops or table.save_every_nth_matmul > 1):
         key = "save_ops" if table.save_ops else "save_every_nth_matmul"
-        yield from _mistake(f"activation_checkpoint.{key}", lambda: _select(config))
+        yield from fault_of(f"activation_checkpoint.{key}", lambda: _select(config))
 
 
 def _require_supported(config: Config) -> None:
@@ -104,13 +104,6 @@ def _require_features(tp: int, model: Skeleton) -> None:
                 f"mesh.tp {tp} does not divide the {shape[dim]} features of {name} ({shape[dim]} / {tp} = "
                 f"{shape[dim] / tp:.2f}), by which it splits each expert; change mesh.tp"
             )
-
-
-def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:
-    try:
-        check()
-    except ConfigError as error:
-        yield key, str(error)
 
 
 def _select(config: Config) -> None:

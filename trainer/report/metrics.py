@@ -33,6 +33,7 @@ from configs.untrusted import parse_json
 from trainer.guards.outages import Outages
 from trainer.report.sinks.sink import SinkRun
 from trainer.report.sinks.worker import Sinks
+from trainer.stopwatch import Stopwatch
 
 # --------------------------------------------------------------------------- time
 
@@ -66,30 +67,16 @@ class Throughput:
     """Mean time per step spent waiting for data."""
 
 
-class TimeLedger:
+class TimeLedger(Stopwatch[Kind]):
     """Assigns every second since its creation to one kind of work; the sum is the whole time.
 
     Time outside of `with ledger.measure(kind)` blocks counts as start-up. A nested block's time counts only as its own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._last = clock()
-        self._open = [Kind.STARTUP]
-        self._seconds = dict.fromkeys(Kind, 0.0)
+        super().__init__(Kind.STARTUP, clock)
         self._steps = 0
         self._mark = (0, 0.0, 0.0)  # steps, training seconds and data seconds at the last `throughput`
-
-    @contextmanager
-    def measure(self, kind: Kind) -> Iterator[None]:
-        """Count the time inside this context as `kind`."""
-        self._book()
-        self._open.append(kind)
-        try:
-            yield
-        finally:
-            self._book()
-            self._open.pop()
 
     @contextmanager
     def step(self, compiling: bool = False) -> Iterator[None]:
@@ -128,11 +115,6 @@ class TimeLedger:
             return Throughput(None, None, None)
         elapsed = training + data
         return Throughput(steps * tokens_per_step / elapsed, elapsed / steps, data / steps)
-
-    def _book(self) -> None:
-        now = self._clock()
-        self._seconds[self._open[-1]] += now - self._last
-        self._last = now
 
 
 # --------------------------------------------------------------------------- memory

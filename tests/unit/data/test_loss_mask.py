@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
+from tests.preparing import prepare
 from tests.unit.data.test_loader import SEED, SEQ_LEN, VOCAB_SIZE, config
 from trainer.data.lengths import Read
 from trainer.data.loader import IGNORED, build_loader
@@ -176,7 +177,7 @@ def test_any_number_of_processes_gives_the_same_bytes(chats, tmp_path, monkeypat
     monkeypatch.setattr(preparing, "MIN_SHARD_BYTES", 2000)
     monkeypatch.setattr("trainer.data.text.documents.PIECE_BYTES", 2000)
     options = {"mask_until": UNTIL, "mask_after": AFTER, "processes": 2}
-    preparing.prepare([str(root / "chats.jsonl")], tmp_path / "out", root / "tokenizer.model", **options)
+    prepare([str(root / "chats.jsonl")], tmp_path / "out", root / "tokenizer.model", **options)
     one, two = (sorted((at / "train").iterdir()) for at in (root / "stream", tmp_path / "out"))
     assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
 

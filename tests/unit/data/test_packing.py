@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
+from tests.preparing import prepare
 from tests.unit.data.test_loader import SEED, VOCAB_SIZE, config
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
 from trainer.data.packing import PackedSource, PackingWriter, best_fit, window_bounds
 from trainer.data.sources import PADDING
 from trainer.data.text import prepare as preparing
-from trainer.data.text.prepare import prepare
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
 from scripts.train_tokenizer import main as train_tokenizer
+from tests.preparing import prepare
 from trainer.data.text import prepare as module
 from trainer.data.text.documents import Piece
-from trainer.data.text.prepare import divide, prepare
+from trainer.data.text.prepare import divide
 from trainer.data.text.shard import is_validation
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
@@ -101,16 +102,18 @@ def test_any_number_of_processes_gives_the_same_bytes(corpus, tmp_path, undistur
 KILLED_AFTER_THREE_SHARDS = """
 import os, signal, sys
 from pathlib import Path
-from trainer.data.text import prepare
+from tests.preparing import prepare
+from trainer.data.text import prepare as module
 
 def progress(done, total, message):
     if len(list(Path(output).with_name(".out.partial").glob("reports/*.json"))) >= 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    prepare.MIN_SHARD_BYTES = 4000
+    module.MIN_SHARD_BYTES = 4000
     text, output, model, processes = sys.argv[1:]
-    prepare.prepare([text], Path(output), Path(model), int(processes), 0.2, progress=progress)
+    choices = {"processes": int(processes), "validation_fraction": 0.2, "progress": progress}
+    prepare([text], Path(output), Path(model), **choices)
 """
 
 
@@ -170,7 +173,8 @@ def test_files_that_changed_since_the_stop_are_read_again(corpus, tmp_path):
 def test_launches_at_the_same_time_do_not_break_each_other(corpus, tmp_path, undisturbed):
     code = (
         "import sys; from pathlib import Path; from trainer.data.text import prepare as p; p.MIN_SHARD_BYTES = 4000;"
-        "p.prepare([sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3]), 1, 0.2)"
+        "from tests.preparing import prepare;"
+        "prepare([sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3]), validation_fraction=0.2)"
     )
     command = [sys.executable, "-c", code, corpus / "text", tmp_path / "out", corpus / "t.model"]
     launches = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]

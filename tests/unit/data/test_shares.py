@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
+from tests.preparing import call_of, prepare
 from trainer.data.text import documents, finish, hub, shares
 from trainer.data.text import prepare as module
-from trainer.data.text.plan import Call, make_plan
-from trainer.data.text.prepare import prepare, settings_of
+from trainer.data.text.plan import make_plan
 from trainer.data.text.shares import make_share
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import train_sentencepiece
@@ -72,9 +72,8 @@ def one(inputs, output, tokenizer, **options):
     return prepare(inputs, output, tokenizer, **{"validation_fraction": 0.2, **options})
 
 
-def call(inputs, output, tokenizer, processes=1, max_bad_files=0, **options):
-    settings = settings_of(inputs, output, tokenizer, **{"validation_fraction": 0.2, **options})
-    return Call(settings, output, tokenizer, processes, max_bad_files)
+def call(inputs, output, tokenizer, **options):
+    return call_of(inputs, output, tokenizer, **{"validation_fraction": 0.2, **options})
 
 
 def many(n, *arguments, order=None, **options):
@@ -196,7 +195,7 @@ KILLED_IN_A_DOCUMENT = """
 import os, signal, sys
 from pathlib import Path
 from trainer.data.text import documents, prepare, shard, shares
-from trainer.data.text.plan import Call, make_plan
+from trainer.data.text.plan import make_plan
 
 def encode_and_die(own, text, encode=shard.encode, calls=iter(range(1000))):
     if next(calls) == int(sys.argv[5]):
@@ -210,7 +209,7 @@ shard.encode = shares.encode = encode_and_die
 text, records, output, model = sys.argv[1:5]
 options = {"validation_fraction": 0.2, "drop_duplicates": sys.argv[6] == "True"}
 settings = prepare.settings_of([text, records], Path(output), Path(model), **options)
-shares.make_share(Call(settings, Path(output), Path(model)), 0, 2)
+shares.make_share(prepare.Call(settings, Path(output), Path(model)), 0, 2)
 """
 
 

@@ -16,8 +16,7 @@ from models import build_model
 from scripts.sampling.cache import CachedModel
 from scripts.sampling.draw import NOT_FINITE, Distribution, draw, generators, probabilities
 from scripts.sampling.generate import generate
-from scripts.sampling.stream import TextStream
-from scripts.sampling.text import prompt_tokens
+from scripts.sampling.text import TextStream, prompt_tokens
 from tests.unit.hf_support import TINY, make_model
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 

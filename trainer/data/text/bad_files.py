@@ -60,10 +60,10 @@ class BadFiles:
         """Note a file or folder that is skipped because it is not text."""
         self.skipped.setdefault(reason, []).append(path)
 
-    def merge(self, other: "BadFiles") -> None:
+    def merge(self, messages: Iterable[str], skipped: Mapping[str, list[str]]) -> None:
         """Take over what another one has collected, without checking the limit."""
-        self.messages += other.messages
-        for reason, paths in other.skipped.items():
+        self.messages += messages
+        for reason, paths in skipped.items():
             self.skipped.setdefault(reason, []).extend(paths)
 
     def summary(self) -> dict[str, dict[str, Any]]:

@@ -13,8 +13,8 @@ from configs.errors import UserError
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.inputs import HUB
 from trainer.data.text.listing import named
-from trainer.data.text.plan import PLAN, Call, Plan, RawShard, list_inputs, read_plan, require_as_planned
-from trainer.data.text.prepare import discard, errors_of, lock, seal
+from trainer.data.text.plan import PLAN, Plan, RawShard, list_inputs, read_plan, require_as_planned
+from trainer.data.text.prepare import Call, discard, errors_of, lock, seal
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, is_finished, read_json, read_record
 from trainer.data.text.shard import Outputs, Shard, keep, make_folders, read_bytes
 from trainer.data.text.shares import DOCUMENT, DOCUMENTS, HASH_BYTES, HASHES, Examined, read_share, share_path
@@ -204,10 +204,7 @@ def _assemble(own: _Assembly) -> None:
     reports = [read_json(raw.report_path) for raw in own.raws]
     bad = BadFiles(shard.max_bad_files, PATIENCE)
     for report in reports:
-        part = BadFiles()
-        part.messages = report["bad_files"]
-        part.skipped = report["skipped"]
-        bad.merge(part)
+        bad.merge(report["bad_files"], report["skipped"])
     duplicates = 0
     with Outputs(shard) as outputs:
         for raw in own.raws:

@@ -9,8 +9,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ def examined(
     told_at = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock
         for entries, own in pool.map(partial(_examine, text_key), files):
-            bad.merge(own)
+            bad.merge(own.messages, own.skipped)
             done += sum(entry.n_bytes for entry in entries)
             if time.monotonic() - told_at > _REPORT_SECONDS:
                 told_at = time.monotonic()
@@ -132,15 +133,11 @@ def content_hash(path: Path, start: int = 0, stop: int | None = None) -> str:
 
 
 def _entry(name: str, path: Path) -> InputFile:
-    digest = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-    except OSError:  # its reader says why
-        return InputFile(name, str(path), 0, 0, "")
-    return InputFile(name, str(path), status.st_size, status.st_mtime_ns, digest.hexdigest())
+    with suppress(OSError):
+        status = path.stat()
+        if digest := content_hash(path):
+            return InputFile(name, str(path), status.st_size, status.st_mtime_ns, digest)
+    return InputFile(name, str(path), 0, 0, "")  # it can't be read, and its reader says why
 
 
 def summary(files: Sequence[InputFile]) -> dict[str, int | str]:
@@ -193,13 +190,13 @@ def changes(before: Sequence[InputFile], inputs: Sequence[str]) -> tuple[list[st
         except UserError:
             gone.append(name)
     known = {file.path: file for file in before if file.input not in gone}
-    changed = [path for path in known.keys() & now.keys() if not _is_same(known[path])]
-    found = {
-        "added": sorted(now.keys() - known.keys()),
-        "removed": sorted(known.keys() - now.keys()),
-        "changed": sorted(changed),
-    }
-    return [f"  {what}: {named(paths)}" for what, paths in found.items() if paths], gone
+    return lines_of_changes(known.keys(), now.keys(), lambda path: not _is_same(known[path])), gone
+
+
+def lines_of_changes(before: Set[str], now: Set[str], has_changed: Callable[[str], bool]) -> list[str]:
+    """A line for each kind of change between two sets of paths."""
+    found = {"added": now - before, "removed": before - now, "changed": set(filter(has_changed, before & now))}
+    return [f"  {what}: {named(sorted(paths))}" for what, paths in found.items() if paths]
 
 
 def _is_same(file: InputFile) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 from configs.errors import KeelError, UserError
 from trainer.data.text.inputs import import_package
-from trainer.data.text.plan import PLAN, Call, make_plan, read_plan
-from trainer.data.text.prepare import errors_of
+from trainer.data.text.plan import PLAN, make_plan, read_plan
+from trainer.data.text.prepare import Call, errors_of
 from trainer.data.text.prepared_folder import is_finished
 from trainer.data.text.shares import MAX_SHARES, make_share
 

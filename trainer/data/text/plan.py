@@ -1,9 +1,8 @@
 """What the shares of a preparation on many hosts agree on (see `shares`): who does what, of which content."""
 
 import json
-import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,37 +15,12 @@ from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Piece, file_pieces, pieces
 from trainer.data.text.hub import pin
 from trainer.data.text.inputs import HUB, files_of
-from trainer.data.text.listing import MAX_LIST_BYTES, content_hash, named, plain_files
-from trainer.data.text.prepare import divide
+from trainer.data.text.listing import MAX_LIST_BYTES, content_hash, lines_of_changes, plain_files
+from trainer.data.text.prepare import Call, divide
 from trainer.data.text.prepared_folder import Settings, check_same
 from trainer.data.text.shard import Shard
-from trainer.data.text.workers import Progress
 
 PLAN = "plan.jsonl"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of `keel prepare` for a share or the end; the fields are arguments of `prepare`."""
-
-    settings: Settings
-    output: Path
-    tokenizer_path: Path
-    processes: int = 1
-    max_bad_files: int = 0
-    progress: Progress = lambda done, total, message: None
-    launch: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Names the folder for its unfinished work; no other call, on any host, has the same."""
-
-    @property
-    def working(self) -> Path:
-        """The folder that all calls share."""
-        return self.output.absolute().with_name(f".{self.output.name}.shards")
-
-    @property
-    def advice(self) -> str:
-        """How to begin again."""
-        return f"To begin again with all shards, delete {self.working}"
 
 
 @dataclass(frozen=True)
@@ -219,12 +193,6 @@ def require_as_planned(call: Call, listed: Sequence[Listed], now: Sequence[Liste
         UserError: some were added, removed or changed.
     """
     before, after = ({each.path: each.pieces for each in some} for some in (listed, now))
-    differences = {
-        "added": sorted(after.keys() - before.keys()),
-        "removed": sorted(before.keys() - after.keys()),
-        "changed": sorted(path for path in before.keys() & after.keys() if before[path] != after[path]),
-    }
-    if any(differences.values()):
-        lines = [f"  {what}: {named(paths)}" for what, paths in differences.items() if paths]
+    if lines := lines_of_changes(before.keys(), after.keys(), lambda path: before[path] != after[path]):
         what = "the inputs are no longer those of which the first shard has made a list:"
         raise UserError("\n".join([what, *lines, f"Restore them. {call.advice}"]))

@@ -55,34 +55,43 @@ MAX_SHARDS = 256
 """Shards grow with the corpus, so that a folder never has more files than a process may open."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a call of `keel prepare`, or a run, asks for: all of the work, a share of it, or its end."""
+
+    settings: Settings
+    output: Path
+    tokenizer_path: Path
+    processes: int = 1
+    max_bad_files: int = 0
+    progress: Progress = lambda done, total, message: None
+    """Told of the work; an exception that it raises ends the work, and what is finished is kept."""
+    launch: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names the folder for its unfinished work; no other call, on any host, has the same."""
+
+    @property
+    def working(self) -> Path:
+        """The folder that all calls for shares use."""
+        return self.output.absolute().with_name(f".{self.output.name}.shards")
+
+    @property
+    def advice(self) -> str:
+        """How to begin again."""
+        return f"To begin again with all shards, delete {self.working}"
+
+
 def prepare(
-    inputs: Sequence[str],
-    output: Path,
-    tokenizer_path: Path,
-    processes: int = 1,
-    validation_fraction: float = 0.0,
-    max_bad_files: int = 0,
-    progress: Progress = lambda done, total, message: None,
-    text_key: str = "text",
-    separator: str = "",
-    drop_duplicates: bool = False,
-    pack: int | None = None,
-    mask_until: str | None = None,
-    mask_after: str | None = None,
+    call: Call,
     say: Callable[[str], None] = lambda message: None,
     if_changed: Callable[[str], None] | None = None,
     advice: str = ADVICE,
 ) -> dict[str, Any]:
-    """Tokenize the documents of `inputs` into OUTPUT/train and, with a validation fraction, OUTPUT/validation.
+    """Tokenize the documents of the inputs into OUTPUT/train and, with a validation fraction, OUTPUT/validation.
 
-    Does nothing if OUTPUT was already prepared from the same files with the same settings. An exception raised by
-    `progress` ends the work; finished shards are kept.
+    Does nothing if OUTPUT was already prepared from the same files with the same settings.
 
     Args:
-        separator: cuts .txt files into documents.
-        drop_duplicates: use only the first of documents with the same text.
-        pack: pack whole documents into windows of this seq_len (see `packing`).
-        mask_until, mask_after: markers of the loss mask (see `loss_mask`); None: all tokens give loss.
+        call: what to do.
         say: called with remarks on an OUTPUT that exists.
         if_changed: called with how the files have changed since OUTPUT was made, instead of raising an error.
         advice: what to do about an OUTPUT that was made with other settings.
@@ -93,27 +102,23 @@ def prepare(
         were skipped.
 
     Raises:
-        UserError: an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT
-            lies in an input folder, was made with other settings or from other files, or cannot be written, or a split
-            would have no tokens, or none that gives loss.
+        UserError: an input cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT was made with other
+            settings or from other files, or cannot be written, or a split would have no tokens, or none that gives
+            loss.
     """
-    output = Path(output)
-    tokenizer_path = Path(tokenizer_path)
-    choices = (text_key, validation_fraction, separator, drop_duplicates, pack, mask_until, mask_after)
-    settings = settings_of(inputs, output, tokenizer_path, *choices)
+    output = call.output
     working = output.absolute().with_name(f".{output.name}.partial")
     with errors_of(output):
-        if is_finished(output, settings, advice):
-            check_inputs(output, settings, say, if_changed)
+        if is_finished(output, call.settings, advice):
+            check_inputs(output, call.settings, say, if_changed)
         else:
-            job = _Job(settings, working, tokenizer_path, processes, BadFiles(max_bad_files), progress)
-            with lock(working, progress):
-                if not is_finished(output, settings):  # another launch may have finished it while this one waited
-                    job.run()
+            with lock(working, call.progress):
+                if not is_finished(output, call.settings):  # another launch may have finished it while this one waited
+                    _make(call, working)
                     os.rename(working / "output", output)
                 discard(working)
         record = read_record(output)
-    BadFiles(max_bad_files).extend(record["bad_files"])
+    BadFiles(call.max_bad_files).extend(record["bad_files"])
     return record
 
 
@@ -123,21 +128,16 @@ def settings_of(
     tokenizer_path: Path,
     text_key: str = "text",
     validation_fraction: float = 0.0,
-    separator: str = "",
-    drop_duplicates: bool = False,
-    pack: int | None = None,
-    mask_until: str | None = None,
-    mask_after: str | None = None,
+    **choices: Any,
 ) -> Settings:
-    """What decides the content of OUTPUT, besides the inputs' content; the arguments are those of `prepare`.
+    """What decides the content of OUTPUT, besides the inputs' content; `choices` are further fields of `Settings`.
 
     Raises:
         UserError: the tokenizer cannot be read, or OUTPUT lies in an input folder.
     """
     _require_apart(inputs, output)
     tokenizer = load_tokenizer(tokenizer_path)
-    choices = (validation_fraction, separator, drop_duplicates, pack, mask_until, mask_after)
-    return Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
+    return Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, validation_fraction, **choices)
 
 
 @contextmanager
@@ -178,84 +178,72 @@ def divide(parts: Sequence[Piece]) -> list[list[Piece]]:
 # ------------------------------------------------------------------------------------------- all shards
 
 
-@dataclass
-class _Job:
-    """One preparation, from its inputs to the finished working folder."""
+def _make(call: Call, working: Path) -> None:
+    """Do the remaining work in the working folder, including the final record."""
+    bad = BadFiles(call.max_bad_files)
+    try:
+        files, shards = _shards(call, working, bad)
+        _write(call, working, files, _without_duplicates(call, shards), bad)
+    except BaseException:
+        if not any((working / "reports").glob("*.json")):  # there is nothing in it to resume from
+            discard(working)
+        raise
 
-    settings: Settings
-    working: Path
-    tokenizer_path: Path
-    processes: int
-    bad: BadFiles
-    progress: Progress
-    launch: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def run(self) -> None:
-        """Do the remaining work in the working folder, including the final record."""
-        try:
-            files, shards = self._shards()
-            self._write(files, self._without_duplicates(shards))
-        except BaseException:
-            if not any((self.working / "reports").glob("*.json")):  # there is nothing in it to resume from
-                discard(self.working)
-            raise
+def _shards(call: Call, working: Path, bad: BadFiles) -> tuple[list[InputFile], list[Shard]]:
+    """Look at all inputs, and divide them.
 
-    def _shards(self) -> tuple[list[InputFile], list[Shard]]:
-        """Look at all inputs, and divide them.
+    Raises:
+        UserError: more of them than allowed are unreadable.
+    """
+    settings = call.settings
 
-        Raises:
-            UserError: more of them than allowed are unreadable.
-        """
-        inputs = self.settings.inputs
-        text_key = self.settings.text_key
-        self.progress(0, None, f"listing the files of {', '.join(inputs)}")
-        listed = list_files(inputs, self.bad)
-        looked_at = BadFiles(self.bad.limit)
-        files = examine(listed, text_key, looked_at, self.processes, self._examined)
-        looked_at.check()
-        portions = divide([piece for name in inputs for piece in pieces(name)])
-        limit = self.bad.limit or 0
-        return files, [
-            Shard(i, portion, self.working, self.launch, self.tokenizer_path, self.settings, limit)
-            for i, portion in enumerate(portions)
-        ]
+    def report(n_bytes: int) -> None:
+        call.progress(0, None, f"checking the inputs, {n_bytes / 1e6:,.0f} MB read")
 
-    def _examined(self, n_bytes: int) -> None:
-        self.progress(0, None, f"checking the inputs, {n_bytes / 1e6:,.0f} MB read")
+    call.progress(0, None, f"listing the files of {', '.join(settings.inputs)}")
+    listed = list_files(settings.inputs, bad)
+    looked_at = BadFiles(call.max_bad_files)
+    files = examine(listed, settings.text_key, looked_at, call.processes, report)
+    looked_at.check()
+    portions = divide([piece for name in settings.inputs for piece in pieces(name)])
+    common = (working, call.launch, call.tokenizer_path, settings, call.max_bad_files)
+    return files, [Shard(i, portion, *common) for i, portion in enumerate(portions)]
 
-    def _without_duplicates(self, shards: list[Shard]) -> list[Shard]:
-        """Tell each shard which of its documents are copies of earlier ones."""
-        if not self.settings.drop_duplicates:
-            return shards
-        hashes = dict.fromkeys((shard.index for shard in shards), b"")
-        what = "looking for duplicates"
-        with closing(on_all(hash_shard, shards, self.processes, self.progress, message=what)) as results:
-            for shard, found in results:
-                hashes[shard.index] = found
-        return [
-            replace(shard, duplicates=copies)
-            for shard, copies in zip(shards, find_duplicates(list(hashes.values())), strict=True)
-        ]
 
-    def _write(self, files: list[InputFile], shards: list[Shard]) -> None:
-        settings = self.settings
-        working = self.working
-        _enter(working, settings, self.launch)
-        reports = {shard.index: report for shard in shards if (report := shard.report())}
-        _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
-        for report in reports.values():
-            self.bad.extend(report["bad_files"])
-        done = sum(shard.n_bytes for shard in shards if shard.index in reports)
-        remaining = [shard for shard in shards if shard.index not in reports]
-        with closing(on_all(write_shard, remaining, self.processes, self.progress, done)) as results:
-            for shard, report in results:
-                self.bad.extend(report["bad_files"])
-                keep(shard, report)
-                reports[shard.index] = report
-        if changed := [file.path for file in files if not file.is_untouched()]:
-            raise UserError(f"{', '.join(changed[:5])}: changed while being read; run the same command again")
-        read_from = [pin(name) for name in settings.inputs]
-        seal(working, settings, [reports[shard.index] for shard in shards], files, read_from, self.bad)
+def _without_duplicates(call: Call, shards: list[Shard]) -> list[Shard]:
+    """Tell each shard which of its documents are copies of earlier ones."""
+    if not call.settings.drop_duplicates:
+        return shards
+    hashes = dict.fromkeys((shard.index for shard in shards), b"")
+    what = "looking for duplicates"
+    with closing(on_all(hash_shard, shards, call.processes, call.progress, message=what)) as results:
+        for shard, found in results:
+            hashes[shard.index] = found
+    return [
+        replace(shard, duplicates=copies)
+        for shard, copies in zip(shards, find_duplicates(list(hashes.values())), strict=True)
+    ]
+
+
+def _write(call: Call, working: Path, files: list[InputFile], shards: list[Shard], bad: BadFiles) -> None:
+    settings = call.settings
+    _enter(working, settings, call.launch)
+    reports = {shard.index: report for shard in shards if (report := shard.report())}
+    _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
+    for report in reports.values():
+        bad.extend(report["bad_files"])
+    done = sum(shard.n_bytes for shard in shards if shard.index in reports)
+    remaining = [shard for shard in shards if shard.index not in reports]
+    with closing(on_all(write_shard, remaining, call.processes, call.progress, done)) as results:
+        for shard, report in results:
+            bad.extend(report["bad_files"])
+            keep(shard, report)
+            reports[shard.index] = report
+    if changed := [file.path for file in files if not file.is_untouched()]:
+        raise UserError(f"{', '.join(changed[:5])}: changed while being read; run the same command again")
+    read_from = [pin(name) for name in settings.inputs]
+    seal(working, settings, [reports[shard.index] for shard in shards], files, read_from, bad)
 
 
 def seal(
@@ -327,9 +315,7 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
                 " give more documents (a text file is one, a .jsonl has one per line) or another fraction"
             )
     for report in reports:
-        skipped = BadFiles()
-        skipped.skipped = report["skipped"]
-        bad.merge(skipped)
+        bad.merge((), report["skipped"])
     record = {
         "settings": asdict(settings),
         **{name: asdict(split) for name, split in splits.items()},

@@ -38,8 +38,8 @@ from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import file_pieces
 from trainer.data.text.inputs import HUB
 from trainer.data.text.listing import MAX_LIST_BYTES, InputFile, examined, named
-from trainer.data.text.plan import PLAN, Call, Plan, RawShard, contents, make_plan, read_plan, require_as_planned
-from trainer.data.text.prepare import discard, errors_of
+from trainer.data.text.plan import PLAN, Plan, RawShard, contents, make_plan, read_plan, require_as_planned
+from trainer.data.text.prepare import Call, discard, errors_of
 from trainer.data.text.prepared_folder import is_finished, write_json
 from trainer.data.text.shard import Shard, encode, is_validation, keep, make_folders, read_bytes, texts_of, write_shard
 from trainer.data.text.token_writer import TokenFileWriter

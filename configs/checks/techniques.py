@@ -1,0 +1,145 @@
+"""Rules for how a run computes: FSDP, recomputation, the compiler, the kernel of attention, float8 matmuls.
+
+What only the GPU, torch and torchao decide is checked when the run starts.
+"""
+
+from collections.abc import Iterator
+
+from configs.checks.rule import Problem, Rule
+from configs.errors import ConfigError
+from configs.float8 import MULTIPLE
+from configs.layout import layer_numbers, mesh_sizes, smallest_world_size
+from configs.schema import Config
+
+_GPU_ONLY = ("cudnn", "flash3", "flex")
+
+
+def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
+    fsdp = config.fsdp
+    if fsdp.partition == "rows":
+        return
+    try:
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
+    except ConfigError:
+        return  # reported by the mesh's own rule
+    if sizes.dp_shard > 1:
+        yield (
+            "fsdp.partition",
+            f'partition "owner" needs whole parameters, but dp_shard {sizes.dp_shard} cuts them (on {sizes.world_size} '
+            f"ranks, dp_replicate {sizes.dp_replicate}); set mesh.dp_replicate = {sizes.dp} and mesh.dp_shard = 1",
+        )
+
+
+def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
+    table = config.activation_checkpoint
+    if table.mode == "budget" and not config.compile.enable:
+        yield "activation_checkpoint.mode", 'mode "budget" is done by torch.compile; set compile.enable = true'
+
+
+def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
+    table = config.activation_checkpoint
+    n_layers = config.model.n_layers
+    if table.mode not in ("full", "selective"):
+        return
+    try:
+        layers = layer_numbers(table.layers, n_layers) if table.layers is not None else range(n_layers)
+    except ConfigError as error:
+        yield "activation_checkpoint.layers", str(error)
+        return
+    if table.every_nth_layer > len(layers):
+        yield (
+            "activation_checkpoint.every_nth_layer",
+            f"every_nth_layer {table.every_nth_layer} selects none of {len(layers)} layers; set it lower",
+        )
+
+
+def _cuda_graphs(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """A graph is recorded for fixed addresses, but FSDP gathers parameters into new memory each time."""
+    n_ranks = world_size or smallest_world_size(config.mesh)
+    records = config.compile.mode in ("reduce-overhead", "max-autotune")
+    if records and (n_ranks > 1 or config.fsdp.reshard_after_forward == "always"):
+        where = f"on {n_ranks} ranks" if n_ranks > 1 else 'with fsdp.reshard_after_forward "always"'
+        yield (
+            "compile.mode",
+            f"CUDA graphs need parameters that stay where they are in memory, but {where} they are freed and gathered "
+            'again; set compile.mode = "max-autotune-no-cudagraphs" or "default"',
+        )
+
+
+def _autotuning(config: Config, _: int | None) -> Iterator[Problem]:
+    training = config.training
+    if config.compile.mode.startswith("max-autotune") and (training.deterministic or training.reduction == "exact"):
+        cause = "training.deterministic" if training.deterministic else 'training.reduction "exact"'
+        yield (
+            "compile.mode",
+            f"autotuning takes the kernels that were fastest when they were timed, each with another order of sums, "
+            f'but {cause} fixes the order; set compile.mode = "default" or "reduce-overhead"',
+        )
+
+
+def _attention(config: Config, _: int | None) -> Iterator[Problem]:
+    backend = config.attention.backend
+    for reason in _why_no_attention(config, backend):
+        yield "attention.backend", f'backend "{backend}" {reason}'
+
+
+def _why_no_attention(config: Config, backend: str) -> Iterator[str]:
+    if backend in _GPU_ONLY and config.job.device == "cpu":
+        yield 'runs on GPUs only, and job.device is "cpu"; set "auto" or "flash2"'
+    if backend in ("cudnn", "flex") and config.data.document_mask:
+        yield 'does not take packed documents (data.document_mask); set "auto", "flash2" or "flash3"'
+    if backend == "cudnn" and config.training.deterministic:
+        yield 'adds up gradients in any order, which training.deterministic forbids; set "auto" or "flash2"'
+    if backend == "flex" and not config.compile.enable:
+        yield "holds all scores unless it is compiled; set compile.enable = true"
+    if backend == "flex" and config.mesh.cp > 1 and config.context.method != "all_to_all":
+        yield f'has no form for context.method = "{config.context.method}"; set context.method = "all_to_all"'
+
+
+def _float8(config: Config, _: int | None) -> Iterator[Problem]:
+    float8 = config.float8
+    training = config.training
+    if float8.recipe == "none" or float8.emulate:
+        return
+    if config.job.device == "cpu":
+        yield (
+            "float8.recipe",
+            'a CPU has no float8 matmuls (job.device is "cpu"); set float8.emulate = true, or leave recipe out',
+        )
+    if training.compute_dtype == "float64":
+        yield (
+            "float8.recipe",
+            "float8 matmuls have no float64 sums; set float8.emulate = true, or another compute_dtype",
+        )
+    tokens = training.micro_batch_size * training.seq_len
+    if float8.recipe != "rowwise_with_gw_hp" and tokens % config.mesh.cp == 0 and tokens // config.mesh.cp % MULTIPLE:
+        yield (
+            "training.micro_batch_size",
+            f"the gradients of weights are float8 matmuls over the micro-batch's {training.micro_batch_size} x "
+            f"{training.seq_len} / cp {config.mesh.cp} = {tokens // config.mesh.cp} tokens, which must be a multiple "
+            f"of {MULTIPLE}",
+        )
+
+
+def _float8_gather(config: Config, _: int | None) -> Iterator[Problem]:
+    if not config.float8.fsdp_all_gather:
+        return
+    if config.fsdp.partition == "owner":
+        yield "float8.fsdp_all_gather", 'partition "owner" gathers nothing; leave fsdp_all_gather out'
+    if config.fsdp.cpu_offload:
+        yield (
+            "float8.fsdp_all_gather",
+            "with fsdp.cpu_offload shards are sent to the GPU before they are rounded; leave one of them out",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _owner_partition,
+    _activation_checkpoint,
+    _checkpointed_layers,
+    _cuda_graphs,
+    _autotuning,
+    _attention,
+    _float8,
+    _float8_gather,
+)
