@@ -181,7 +181,14 @@ def repeated(run: Path) -> list[int]:
     return [record["repeated_steps"] for record in records(run) if "repeated_steps" in record]
 
 
-@pytest.mark.parametrize("factor", ["1.0", "1.1", pytest.param("2.0", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param("1.0", marks=pytest.mark.slow),
+        pytest.param("1.1", marks=pytest.mark.slow),
+        pytest.param("2.0", marks=pytest.mark.long),
+    ],
+)
 def test_buffers_of_experts_change_nothing(ranks, tmp_path, factor):
     """A buffer of 1.0 times an even load is too small in all steps, one of 1.1 in some, and one of 2.0 in none."""
     late, soon = both(ranks, tmp_path, {}, *EXPERTS, *SMALL[:2], "--expert.buffer_factor", factor)

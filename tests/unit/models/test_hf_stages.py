@@ -9,6 +9,7 @@ from configs.load import load
 from models import build_model
 from parallelisms.init import materialize
 from tests.hf_families import NEEDS_TRANSFORMERS, words, write_config
+from tests.marked import marked
 from trainer.planning.unknown_names import require_known_names
 
 pytestmark = NEEDS_TRANSFORMERS
@@ -38,7 +39,7 @@ def summed(hidden, weight, bias=None):
     return F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), targets, reduction="sum")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(FAMILIES, slow=["falcon_h1"]))
 def test_stages_compute_what_the_model_computes(tmp_path, family):
     tokens = torch.randint(3, 160, (2, 16), generator=torch.Generator().manual_seed(1))
     whole, first, last = (model_of(tmp_path, family, **FAMILIES[family]) for _ in range(3))
