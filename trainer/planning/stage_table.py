@@ -69,7 +69,7 @@ def _size(source: Source, config: Config) -> int | None:
     from trainer.data.token_file import TokenFolder  # needs numpy
 
     with suppress(UserError):
-        return TokenFolder(source.path, config.model.vocab_size, check_content=False).n_tokens
+        return TokenFolder(source.path, config.model.vocab_size, check_content=False, data=config.data).n_tokens
     return None
 
 
