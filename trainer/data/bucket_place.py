@@ -24,13 +24,12 @@ from checkpoint.bucket import Bucket, BucketError, Patience, Stored
 from checkpoint.bucket_files import UNFINISHED
 from configs.errors import OutageError, UserError
 from configs.places import url_fault
-from configs.schema import Data
 from trainer.data.block_cache import BlockCache
 from trainer.data.place import Stamp
 from trainer.data.token_file import BLOCK_BYTES, HEADER_BYTES
 
 REQUESTS_AT_ONCE = 16
-"""Of one process: with 50 ms a request, 20 MB/s and more."""
+"""The most of one process; with 50 ms a request and blocks of 64 KiB, 20 MB/s."""
 _KEPT_BLOCKS = 512
 """Blocks in the memory of a process, 32 MiB."""
 _BLOCKS_AT_ONCE = 16
@@ -39,8 +38,31 @@ _PATIENCE = Patience(request_seconds=60, seconds=5)
 WAIT_SECONDS = 180.0
 """How long a server that is away is waited for."""
 TELL_SECONDS = 5.0
-"""After this time, a wait is told."""
+"""The time after which a wait is told."""
 _TOLD_AGAIN_SECONDS = 60.0
+
+
+@cache
+def bucket_place(url: str, folder: str | None, gib: float) -> "BucketPlace":
+    """The place of that name; listed once in a process, so that all of it reads the same objects.
+
+    Args:
+        folder, gib: data.cache_folder and data.cache_gib.
+
+    Raises:
+        UserError: nothing is there, or it can't be listed.
+    """
+    where = Path(folder or Path(tempfile.gettempdir(), f"keel-data-{os.getuid()}"))
+    _places.append(BucketPlace(url, _store_of(where, int(gib * 2**30))))
+    return _places[-1]
+
+
+_places: list["BucketPlace"] = []
+
+
+def requests_made() -> int:
+    """The number of requests for data that this process has made, repetitions aside."""
+    return sum(place.bucket.requests for place in _places)
 
 
 class BucketPlace:
@@ -48,30 +70,22 @@ class BucketPlace:
 
     is_far = True
 
-    def __init__(self, url: str, data: Data | None) -> None:
-        """List it.
-
-        Raises:
-            UserError: nothing is there, or it can't be listed.
-        """
+    def __init__(self, url: str, blocks: "BlockStore") -> None:
+        """List it; see `bucket_place`."""
         self.name = url.rstrip("/")
+        self.blocks = blocks
         if fault := url_fault(url):
             raise UserError(f"{url}: {fault}")
-        self._bucket = Bucket(url, patient=_PATIENCE)
+        self.bucket = Bucket(url, patient=_PATIENCE)
         try:
-            self._objects = self._bucket.objects()
+            self._objects = self.bucket.objects()
         except BucketError as error:
             raise error.for_user() from None
         if not self._objects:
             raise UserError(f"{url}: there is nothing below this name; keel prepare --output puts token files there")
         if UNFINISHED in self._objects:
             raise UserError(f"{url}: a preparation has not put all of its files here; run the same keel prepare again")
-        self.blocks = _store_of(*_cache_of(data))
-
-    @property
-    def requests(self) -> int:
-        """Those of this place."""
-        return self._bucket.requests
+        self._files = {key: BucketFile(self, self.bucket, key, stored) for key, stored in self._objects.items()}
 
     def names(self, suffix: str) -> list[str]:
         """Implements `Place`."""
@@ -83,7 +97,7 @@ class BucketPlace:
 
     def open(self, name: str) -> "BucketFile":
         """Implements `Place`; makes no request."""
-        return BucketFile(self, self._bucket, name, self._objects[name])
+        return self._files[name]
 
     def get(self, name: str, max_bytes: int) -> bytes | None:
         """Implements `Place`."""
@@ -91,7 +105,7 @@ class BucketPlace:
             return None
         if self._objects[name].size > max_bytes:
             raise ValueError(f"it has more than {max_bytes} bytes")
-        return self._bucket.get(name)
+        return self.bucket.get(name)
 
 
 class BucketFile:
@@ -274,13 +288,6 @@ def _runs(numbers: Sequence[int]) -> Iterator[list[int]]:
         run.append(number)
     if run:
         yield run
-
-
-def _cache_of(data: Data | None) -> tuple[Path, int]:
-    """The folder and size of the cache that a job asks for."""
-    folder = data.cache_folder if data else None
-    default = Path(tempfile.gettempdir(), f"keel-data-{os.getuid()}")
-    return Path(folder) if folder else default, int(data.cache_gib * 2**30) if data else 0
 
 
 @cache

@@ -83,10 +83,6 @@ class Place(Protocol):
             ValueError: it is larger than that.
         """
 
-    @property
-    def requests(self) -> int:
-        """How many requests were made so far."""
-
 
 def place_of(path: "str | Path | Place", data: Data | None = None) -> Place:
     """The place of that name.
@@ -100,15 +96,14 @@ def place_of(path: "str | Path | Place", data: Data | None = None) -> Place:
     if not isinstance(path, (str, Path)):
         return path
     if is_url(path):
-        from trainer.data.bucket_place import BucketPlace  # which needs a package that few installations have
+        from trainer.data.bucket_place import bucket_place  # which imports this file
 
-        return BucketPlace(str(path), data)
+        return bucket_place(str(path), data and data.cache_folder, data.cache_gib if data else 0)
     return _Folder(Path(path))
 
 
 class _Folder:
     is_far = False
-    requests = 0
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
