@@ -40,11 +40,20 @@ def local_file(name: str | Path) -> Path:
     Raises:
         UserError: it can't be brought.
     """
-    return _brought(str(name), Path.cwd()) if is_url(name) else Path(name)
+    return _once(str(name), Path.cwd()) if is_url(name) else Path(name)
 
 
 @cache
-def _brought(url: str, _folder: Path) -> Path:
+def _once(url: str, _folder: Path) -> Path:
+    return bring_file(url)
+
+
+def bring_file(url: str) -> Path:
+    """Copy an object to this host, if it differs from what is there; returns the file.
+
+    Raises:
+        UserError: it can't be brought.
+    """
     target = copy_of(url)
     parent, key = url.rsplit("/", 1)
     try:
@@ -70,7 +79,7 @@ def bring(url: str, progress: Progress = lambda done, total, message: None) -> P
     try:
         objects = bucket.objects()
         if not objects:
-            return local_file(url)
+            return bring_file(url)
         _require_names(url, objects)
         total = sum(stored.size for stored in objects.values())
         done = 0

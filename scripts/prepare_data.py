@@ -16,7 +16,7 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from checkpoint.bucket_files import bring, copy_of, has_all, local_file, put_folder
+from checkpoint.bucket_files import bring, bring_file, copy_of, has_all, local_file, put_folder
 from configs.places import is_url
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
 from trainer.data.text.finish import finish
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if was_there or not any(options.output.rglob(f"*{SUFFIX}")):  # what has no tokens is only for comparison
             shutil.rmtree(options.output, ignore_errors=True)
         for name in (RECORD, LIST) if was_there else ():
-            local_file(f"{url}/{name}")
+            bring_file(f"{url}/{name}")
         prepare_here(console)
         if not was_there:
             shutil.copyfile(options.tokenizer, options.output / f"tokenizer{options.tokenizer.suffix}")
