@@ -80,6 +80,12 @@ class BlockCache:
         head = _HEAD.pack(key, xxhash.xxh3_128_digest(content), len(content))
         os.pwrite(self._file, head, self._head_at(place) + slot * _HEAD.size)
 
+    def remove(self, place: int, key: bytes) -> None:
+        """Remove the block with a key, if it is there."""
+        for slot, (own, _, _) in enumerate(self._heads(place)):
+            if own == key:
+                os.pwrite(self._file, bytes(_HEAD.size), self._head_at(place) + slot * _HEAD.size)
+
     @contextmanager
     def alone(self, place: int) -> Iterator[None]:
         """Let other processes that want the same block wait, so that one of them brings it for all."""

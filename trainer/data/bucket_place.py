@@ -34,7 +34,7 @@ _KEPT_BLOCKS = 512
 """Blocks in the memory of a process, 32 MiB."""
 _BLOCKS_AT_ONCE = 16
 """The most blocks of one request."""
-_PATIENCE = Patience(request_seconds=60, seconds=5)
+_PATIENCE = Patience(request_seconds=60, seconds=2)
 WAIT_SECONDS = 180.0
 """How long a server that is away is waited for."""
 TELL_SECONDS = 5.0
@@ -135,6 +135,10 @@ class BucketFile:
         """Implements `Content`."""
         self._blocks.want(self, self._numbers(at, min(at + size, self._stored.size)))
 
+    def forget(self, at: int, size: int) -> None:
+        """Implements `Content`; a transfer without TLS may have changed them."""
+        self._blocks.forget(self, self._numbers(at, at + size))
+
     def stamp(self) -> Stamp:
         """What was listed: a change shows as another ETag in the answer to a request, and costs no further one."""
         return Stamp(self._stored.size, int(self._stored.modified * 1e9))
@@ -233,6 +237,14 @@ class BlockStore:
             while len(self._blocks) > _KEPT_BLOCKS and next(iter(self._blocks.values())).done():
                 self._blocks.popitem(last=False)
         return found
+
+    def forget(self, file: BucketFile, numbers: Iterable[int]) -> None:
+        """Keep some blocks neither in memory nor on the disk."""
+        with self._lock:
+            for number in numbers:
+                self._blocks.pop((file, number), None)
+                if self._cache:
+                    self._cache.remove(*file.place_of(number))
 
     def may_tell(self) -> bool:
         """Whether the last time that this was asked is long ago, so that a slow server is not told for each block."""

@@ -48,6 +48,9 @@ class Content(Protocol):
     def expect(self, at: int, size: int) -> None:
         """Bring bytes [at, at + size), which will be read soon, in the background, if that takes long."""
 
+    def forget(self, at: int, size: int) -> None:
+        """Keep nothing of bytes [at, at + size), which are not as they were written: another launch reads them anew."""
+
     def stamp(self) -> Stamp:
         """The file's size, and when it was written; a change shows that its content may have changed."""
 
@@ -153,6 +156,9 @@ class LocalFile:
 
     def expect(self, at: int, size: int) -> None:
         """Do nothing: the system reads ahead."""
+
+    def forget(self, at: int, size: int) -> None:
+        """Do nothing: the file is all there is."""
 
     def stamp(self) -> Stamp:
         """Implements `Content`."""

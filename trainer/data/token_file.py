@@ -235,6 +235,7 @@ class TokenFile:
             digest.update(data)
             marks.append(np.frombuffer(data, "<u8")[::_MARK_STRIDE].copy())  # a view would keep all of the data alive
         if digest.digest() != header.tables_hash:
+            self._content.forget(header.tables_start, header.file_bytes - header.tables_start)
             raise self._error(header.tables_start, "the tables after the tokens are damaged (checksum mismatch)")
         return np.concatenate(marks)
 
@@ -248,6 +249,7 @@ class TokenFile:
             for block, data, expected in zip(range(first, first + len(blocks)), blocks, sums, strict=True):
                 if xxhash.xxh3_64_intdigest(data) != expected:
                     at = HEADER_BYTES + block * BLOCK_BYTES
+                    self._content.forget(at, len(data))
                     raise self._error(at, "the tokens are damaged (checksum mismatch)")
                 numbers = np.frombuffer(data, self.header.dtype)
                 self._check_ids(numbers, block * BLOCK_BYTES // self.header.dtype.itemsize)

@@ -231,6 +231,24 @@ def test_bytes_that_are_cut_changed_or_swapped_are_named(folder, data, change, s
     assert f"{URL}/b.tokens" in str(raised.value)
 
 
+@pytest.mark.parametrize(("at", "said"), [(0, "the tokens are damaged"), (200_000, "the tables .* are damaged")])
+def test_what_was_damaged_on_its_way_is_not_kept(folder, data, monkeypatch, at, said):
+    """A transfer without TLS; the next launch finds what is in the bucket."""
+    get_range = Bucket.get_range
+
+    def get(self, key, start, stop):
+        content, e_tag = get_range(self, key, start, stop)
+        is_damaged = key == "a.tokens" and (start == 0 if at == 0 else start > at)
+        return content[:-50] + bytes(50) if is_damaged else content, e_tag
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "get_range", get)
+        with pytest.raises(UserError, match=said):
+            TokenFolder(URL, VOCAB, data=data).read(0, 1000)
+    forget()
+    assert_same(folder, URL, data)
+
+
 def test_names_where_nothing_is(folder, data):
     with pytest.raises(UserError, match="there is nothing below this name; keel prepare"):
         TokenFolder("s3://bucket/none", VOCAB, data=data)
