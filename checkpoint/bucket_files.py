@@ -122,17 +122,20 @@ def has_all(url: str, manifest: str) -> bool:
     """Whether `put_folder` has put a folder there to its end.
 
     Raises:
-        UserError: the bucket can't be looked at.
+        UserError: the bucket can't be looked at, or has something else there.
     """
     try:
         keys = Bucket(url).objects()
     except BucketError as error:
         raise error.for_user() from None
-    return manifest in keys and not any(key.rpartition("/")[2] == UNFINISHED for key in keys)
+    is_unfinished = any(key.rpartition("/")[2] == UNFINISHED for key in keys)
+    if keys and manifest not in keys and not is_unfinished:
+        raise UserError(f"{url}: has other objects than prepared text; choose another output")
+    return manifest in keys and not is_unfinished
 
 
 def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> None:
-    """Put the files of a folder, the one called `manifest` last.
+    """Put the files of a folder, the one called `manifest` last, in place of what a call that was killed has put.
 
     Until then, an object in each folder says that it is unfinished.
 
@@ -150,7 +153,8 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
     try:
         for mark in marks:
             bucket.put(mark, b"")
-        for key in files.keys() - {manifest}:
+        bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
+        for key in sorted(files.keys() - {manifest}):
             progress(done, sum(sizes.values()), f"putting {url}/{key}")
             _put(bucket, key, files[key])
             done += sizes[key]

@@ -42,7 +42,7 @@ class BlockCache:
         """
         self._slot_bytes = slot_bytes
         self._n_sets = max(1, n_bytes // (WAYS * (slot_bytes + _HEAD.size)))
-        self._folder = folder
+        self.folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = os.stat(folder)
@@ -57,12 +57,13 @@ class BlockCache:
             ) from None
 
     def get(self, place: int, key: bytes) -> bytes | None:
-        """The content of the block with a key; None if it is not there."""
-        for slot, (own, digest, size) in enumerate(self._heads(place)):
-            if own == key and size <= self._slot_bytes:
-                content = os.pread(self._file, size, self._content_at(place, slot))
-                if xxhash.xxh3_128_digest(content) == digest:
-                    return content
+        """The content of the block with a key; None if it is not there, or the disk can't read it."""
+        with suppress(OSError):
+            for slot, (own, digest, size) in enumerate(self._heads(place)):
+                if own == key and size <= self._slot_bytes:
+                    content = os.pread(self._file, size, self._content_at(place, slot))
+                    if xxhash.xxh3_128_digest(content) == digest:
+                        return content
         return None
 
     def put(self, place: int, key: bytes, content: bytes) -> None:
@@ -73,7 +74,7 @@ class BlockCache:
         """
         room = os.fstatvfs(self._file)
         if room.f_bavail * room.f_frsize < _LEFT_BYTES:
-            raise OSError(errno.ENOSPC, f"its disk has less than {_LEFT_BYTES >> 30} GiB left", str(self._folder))
+            raise OSError(errno.ENOSPC, f"its disk has less than {_LEFT_BYTES >> 30} GiB left", str(self.folder))
         empty = [slot for slot, (_, _, size) in enumerate(self._heads(place)) if not size]
         slot = empty[0] if empty else random.randrange(WAYS)
         os.pwrite(self._file, content, self._content_at(place, slot))

@@ -263,7 +263,8 @@ class BlockStore:
                     for number in numbers:
                         self._blocks.pop((file, number), None)
                 for future in coming:
-                    future.set_exception(error)
+                    if not future.done():
+                        future.set_exception(error)
 
     def _brought(self, file: BucketFile, numbers: list[int]) -> list[bytes]:
         if self._cache is None:
@@ -285,7 +286,7 @@ class BlockStore:
             if not self._is_full:
                 self._is_full = True
                 _say(
-                    f"{error.filename}: blocks of data can't be kept here ({error.strerror}); they are requested again "
+                    f"{self._cache.folder}: blocks of data can't be kept here ({error.strerror}); they are requested again "
                     "when they are needed again. Make room, or set data.cache_folder to another disk"
                 )
 

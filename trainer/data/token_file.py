@@ -39,6 +39,8 @@ _HEADER = struct.Struct("<8sIIQQQ16s16s")
 HEADER_BYTES = _HEADER.size + 8  # its own xxh3_64 follows
 _CHUNK_BYTES = 16 * BLOCK_BYTES
 """How much is read at once when a whole file is read."""
+_EXPECTED_FILES = 16
+"""How many files' tables are brought at once, if that takes long."""
 _MARK_STRIDE = 512
 """Documents per offset kept in memory: one read of a few KB then finds a window's offsets."""
 _REMEDY = "prepare it again with scripts/prepare_data.py, or copy it again"
@@ -138,8 +140,9 @@ class TokenFile:
             self.check_tables()
 
     def expect_tables(self) -> None:
-        """Have the tables brought, which will be checked soon."""
-        self._content.expect(self.header.tables_start, self.header.file_bytes - self.header.tables_start)
+        """Have the begin of the tables brought, which will be checked soon."""
+        rest = self.header.file_bytes - self.header.tables_start
+        self._content.expect(self.header.tables_start, min(rest, _CHUNK_BYTES))
 
     def check_tables(self) -> None:
         """Verify the tables behind the tokens; to be called before documents are asked for.
@@ -318,9 +321,9 @@ class TokenFolder:
         self.place = place_of(path, data)
         self.path = self.place.name
         self.files = [TokenFile(content, check_tables=False) for content in _contents(self.place)]
-        for file in self.files if check_content else ():
-            file.expect_tables()
-        for file in self.files if check_content else ():
+        for index, file in enumerate(self.files if check_content else ()):
+            for later in self.files[index : index + _EXPECTED_FILES]:
+                later.expect_tables()
             file.check_tables()
         for file in self.files:
             _check_tokenizer(file, vocab_size, tokenizer_hash or self.files[0].header.tokenizer_hash)

@@ -439,8 +439,10 @@ def test_an_upload_that_was_killed_is_no_data_and_the_same_command_ends_it(texts
     capsys.readouterr()
     with pytest.raises(UserError, match="a preparation has not put all of its files here; run the same keel prepare"):
         TokenFolder("s3://bucket/mine/train", VOCAB, data=data)
+    (tmp_path / "objects/bucket/mine/train/stale.tokens").write_text("of another division of the text")
     prepared(capsys, *words)
     assert TokenFolder("s3://bucket/mine/train", VOCAB, data=data).n_tokens
+    assert "has other objects than prepared text" in prepared(capsys, words[0], "--output", URL, *words[3:], code=1)
     with pytest.raises(SystemExit):
         prepare_data.main([*words, "--shard", "0/2"])
     assert "--shard, --finish and --ray are for folders that all hosts see" in capsys.readouterr().err
