@@ -286,8 +286,8 @@ class BlockStore:
             if not self._is_full:
                 self._is_full = True
                 _say(
-                    f"{self._cache.folder}: blocks of data can't be kept here ({error.strerror}); they are requested again "
-                    "when they are needed again. Make room, or set data.cache_folder to another disk"
+                    f"{self._cache.folder}: blocks of data can't be kept here ({error.strerror}); they are requested "
+                    "each time that they are needed. Make room, or set data.cache_folder to another disk"
                 )
 
 

@@ -316,8 +316,8 @@ def with_hash(tmp_path, folder):
 
 
 @pytest.mark.parametrize("validation", [False, True])
-def test_a_loader_gives_the_same_batches_and_never_waits_for_a_slow_server(folder, tmp_path, monkeypatch, validation):
-    """50 ms a request: what is read one after the other would take 20 times as long."""
+def test_a_loader_gives_the_same_batches_by_several_requests_at_once(folder, tmp_path, monkeypatch, validation):
+    """Before they are read."""
     with_hash(tmp_path, folder)
     words = ["--training.seq_len", "100", "--data.document_mask", "true"]
     configs = []
