@@ -49,20 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if url is None:
             prepare_here(console)
         else:
-            in_bucket(url, console)
-
-    def in_bucket(url: str, console: Console) -> None:
-        was_there = has_all(url, RECORD)
-        if was_there or not any(options.output.rglob(f"*{SUFFIX}")):  # what has no tokens is only for comparison
-            shutil.rmtree(options.output, ignore_errors=True)
-        for name in (RECORD, LIST) if was_there else ():
-            bring_file(f"{url}/{name}")
-        prepare_here(console)
-        if not was_there:
-            shutil.copyfile(options.tokenizer, options.output / f"tokenizer{options.tokenizer.suffix}")
-            with console.progress(f"Putting {url}", in_bytes=True) as progress:
-                put_folder(options.output, url, RECORD, progress)
-        shutil.rmtree(options.output)
+            _prepare_in_bucket(options, url, partial(prepare_here, console), console)
 
     def prepare_here(console: Console) -> None:
         if options.shard:
@@ -88,6 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.line(line)
 
     return run_command(work, "stopped; the same command resumes from there")
+
+
+def _prepare_in_bucket(
+    options: argparse.Namespace, url: str, prepare_here: Callable[[], None], console: Console
+) -> None:
+    """Prepare into `options.output`, a copy on this host, and put it into the bucket."""
+    was_there = has_all(url, RECORD)
+    if was_there or not any(options.output.rglob(f"*{SUFFIX}")):  # what has no tokens was for comparison only
+        shutil.rmtree(options.output, ignore_errors=True)
+    for name in (RECORD, LIST) if was_there else ():
+        bring_file(f"{url}/{name}")
+    prepare_here()
+    if not was_there:
+        shutil.copyfile(options.tokenizer, options.output / f"tokenizer{options.tokenizer.suffix}")
+        with console.progress(f"Putting {url}", in_bytes=True) as progress:
+            put_folder(options.output, url, RECORD, progress)
+    shutil.rmtree(options.output)
 
 
 def _brought(name: str, console: Console) -> str:
