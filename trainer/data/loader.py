@@ -35,7 +35,10 @@ _PREFETCHED_STEPS = 2
 _SAMPLES_PER_PLAN = 1024  # samples whose order is computed at once: a call costs much more than a sample
 _NO_SAMPLE = -1
 _EXPECTED_TOKENS = 1 << 18
-"""Tokens that are requested before they are read, if that takes long, beside those of the next step."""
+"""The same in tokens."""
+_EXPECTED_SAMPLES = 128
+"""The most windows that are requested before they are read, if that takes long, beside those of the next step: half of
+what a process keeps in memory, so that they are still there when they are read."""
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]
 """A step's samples, the index of each one's source, and its address there, of shape (micro-batches, micro_batch)."""
 
@@ -125,13 +128,14 @@ class BatchReader:
         if not expect:
             yield from steps
             return
+        most = min(_EXPECTED_SAMPLES, _EXPECTED_TOKENS // self._seq_len)
         ahead: deque[Located] = deque()
         for step in steps:
             ahead.append(step)
             for source, address in zip(step[1].flat, step[2].flat, strict=True):
                 if source in expect:
                     expect[source](int(address))
-            if len(ahead) * step[0].size > max(step[0].size, _EXPECTED_TOKENS // self._seq_len):
+            if len(ahead) * step[0].size > max(step[0].size, most):
                 yield ahead.popleft()
         yield from ahead
 
