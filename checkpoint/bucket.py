@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from configs.errors import UserError
+from configs.errors import OutageError, UserError
 
 AT_ONCE = 4
 """Requests with much data at the same time."""
@@ -56,6 +56,21 @@ class BucketError(OSError):
     def may_pass(self) -> bool:
         """Whether the same request may succeed at another time, with nothing changed."""
         return self.errno == errno.EIO
+
+    def for_user(self) -> UserError:
+        """The same as the end of a command."""
+        return (OutageError if self.may_pass else UserError)(str(self))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as it is now."""
+
+    size: int
+    e_tag: str
+    """Differs if the object is put again with other content."""
+    modified: float
+    """When it was put, in seconds since the epoch by the server's clock."""
 
 
 _MISTAKES = {
@@ -102,6 +117,8 @@ class Bucket:
         self._quick = _store(self.url, quick)
         self._patient = _store(self.url, patient)
         self._patience = quick
+        self.requests = 0
+        """How many were made, a page of a listing aside."""
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -116,9 +133,30 @@ class Bucket:
         """
         return self._called(key, lambda: bytes(self._client.get(self._patient, key).bytes()))
 
+    def get_range(self, key: str, start: int, stop: int) -> tuple[bytes, str]:
+        """Bytes [start, stop) of an object, and the ETag of what they are of.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+        def got() -> tuple[bytes, str]:
+            answer = self._client.get(self._patient, key, options={"range": (start, stop)})
+            return bytes(answer.bytes()), _stored(answer.meta).e_tag
+
+        return self._called(key, got)
+
+    def look(self, key: str) -> Stored:
+        """An object, without its content.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self._called(key, lambda: _stored(self._client.head(self._quick, key)))
+
     def changed(self, key: str) -> float:
         """When an object was put, in seconds since the epoch by the server's clock."""
-        return self._called(key, lambda: self._client.head(self._quick, key)["last_modified"].timestamp())
+        return self.look(key).modified
 
     def put(self, key: str, content: Any) -> None:
         """Create or replace an object, at once."""
@@ -148,10 +186,14 @@ class Bucket:
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """The keys that begin with `prefix`, which ends in a slash or is empty, and the sizes of their objects."""
+        return {key: stored.size for key, stored in self.objects(prefix).items()}
 
-        def listed() -> dict[str, int]:
+    def objects(self, prefix: str = "") -> dict[str, Stored]:
+        """The objects whose keys begin with `prefix`, which ends in a slash or is empty."""
+
+        def listed() -> dict[str, Stored]:
             pages = self._client.list(self._quick, prefix.rstrip("/") or None)
-            return {each["path"]: each["size"] for page in pages for each in page}
+            return {each["path"]: _stored(each) for page in pages for each in page}
 
         return self._called(prefix, listed)
 
@@ -176,6 +218,7 @@ class Bucket:
     def _called(self, key: str, action: Callable[[], Result]) -> Result:
         """The result of a request, or its error as one of the system's."""
         url = f"{self.url}/{key}"
+        self.requests += 1
         try:
             return action()
         except (self._client.exceptions.BaseError, OSError, ValueError) as error:
@@ -201,6 +244,10 @@ def _store(url: str, patience: Patience) -> Any:
     if os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true":  # the client asks only when it is given no options
         client["allow_http"] = True
     return from_url(url, client_options=client, retry_config=retries)
+
+
+def _stored(meta: Any) -> Stored:
+    return Stored(meta["size"], (meta["e_tag"] or "").strip('"'), meta["last_modified"].timestamp())
 
 
 def _region(text: str) -> str:

@@ -41,7 +41,7 @@ from checkpoint.manifest import (
     steps_in,
 )
 from checkpoint.storage import FolderStorage, HashedFile
-from configs.errors import OutageError, UserError
+from configs.errors import UserError
 from configs.files import replacing, write_atomically
 from configs.places import COPIES, local_folder, url_fault
 from configs.untrusted import parse_json
@@ -302,7 +302,7 @@ def local_copy(name: str) -> Path:
         for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
             BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
     except BucketError as error:
-        raise (OutageError if error.may_pass else UserError)(str(error)) from None
+        raise error.for_user() from None
     found = folder / f"{slash}{inside}".lstrip("/")
     if not ends or not found.exists():
         raise UserError(f"{name}: there is no run or checkpoint of that name in the bucket")
@@ -323,7 +323,7 @@ def with_tensors(checkpoint: Path) -> Path:
         storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent)
         storage.fill(checkpoint, told["place"])
     except BucketError as error:
-        raise (OutageError if error.may_pass else UserError)(str(error)) from None
+        raise error.for_user() from None
     return checkpoint
 
 

@@ -13,6 +13,7 @@ from configs.after_save import search_path, words_of
 from configs.files import whole
 from configs.layout import used_sources
 from configs.load import LoadedConfig
+from configs.places import is_url
 from configs.reading.keys import key_path
 from configs.schema import Config, Source
 
@@ -46,7 +47,7 @@ def _looked_at(key: str, path: str, problems: Iterator[Missing]) -> Iterator[Mis
 def _tokenizer(config: Config) -> Iterator[Missing]:
     path = config.tokenizer.path
     train_on = config.tokenizer.train_on
-    if path:
+    if path and not is_url(path):
         yield from _looked_at("tokenizer.path", path, _tokenizer_file(path, train_on, config.job.folder))
 
 
@@ -80,7 +81,7 @@ def _data(config: Config) -> Iterator[Missing]:
 def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
     if source.kind == "text":
         yield from _texts(key, [path])
-    elif source.kind == "tokens" and not Path(path).is_dir():
+    elif source.kind == "tokens" and not is_url(path) and not Path(path).is_dir():
         what = f"no such folder of token files: {whole(path)}"
         yield key, f'is "{path}": {what}; keel prepare makes one'
 

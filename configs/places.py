@@ -15,13 +15,13 @@ def is_url(name: str | Path | None) -> bool:
 
 
 def url_fault(name: str) -> str | None:
-    """What is wrong with the name of a run in object storage; None if nothing is."""
+    """What is wrong with the name of a place in object storage; None if nothing is."""
     found = _URL.fullmatch(name)
     if "@" in name or "?" in name:
         return "a name holds no credentials and no options; they come from the environment (docs/buckets.md)"
     if not found or any(part in (".", "..") for part in found[3].split("/")):
-        return f"a run in object storage is {' or '.join(f'{scheme}://' for scheme in SCHEMES)} with BUCKET/NAME"
-    return None if found[3] else "it names a whole bucket; add the run's name, as in s3://bucket/run"
+        return f"a place in object storage is {' or '.join(f'{scheme}://' for scheme in SCHEMES)} with BUCKET/NAME"
+    return None if found[3] else "it names a whole bucket; add a name in it, as in s3://bucket/run"
 
 
 def local_folder(url: str) -> Path:

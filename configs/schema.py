@@ -78,8 +78,8 @@ class Tokenizer(Table):
     """How text becomes token ids."""
 
     path: str | None = None
-    """A SentencePiece .model, or a tokenizer.json (needs the package `tokenizers`). The run folder gets a copy. The
-    file may move: a resume compares its content."""
+    """A SentencePiece .model, or a tokenizer.json (needs the package `tokenizers`), also in object storage. The run
+    folder gets a copy. The file may move: a resume compares its content."""
     train_on: list[str] = []
     """If `path` does not exist, train a SentencePiece BPE model with model.vocab_size pieces on these texts."""
 
@@ -95,8 +95,9 @@ class Source(Table):
     path: Annotated[
         str | None, only_with("kind", "tokens", "text", EXAMPLE, reason="whose tokens are read from nowhere")
     ] = None
-    """tokens: the folder; text: a file, a folder, a glob pattern, or hub:NAME[:CONFIG][@REVISION][#SPLIT], a dataset on
-    the Hugging Face Hub, whose revision is resolved to a commit when the run begins and then kept."""
+    """tokens: the folder, or its place in object storage, s3://BUCKET/NAME (docs/buckets.md); text: a file, a folder, a
+    glob pattern, or hub:NAME[:CONFIG][@REVISION][#SPLIT], a dataset on the Hugging Face Hub, whose revision is resolved
+    to a commit when the run begins and then kept."""
     weight: PositiveFloat = 1.0
     """Share of the samples drawn from this source, relative to the other sources."""
     text_key: Annotated[str, only_with("kind", "text", EXAMPLE)] = "text"
@@ -138,6 +139,10 @@ class Data(Table):
     """Sources, mixed by weight."""
     document_mask: bool = False
     """Separate the documents in a window: no attention between them, and positions restart at each."""
+    cache_gib: NonNegativeFloat = 16.0
+    """The most that blocks of token files in object storage take on a host's disk, in GiB (machine key); 0: nothing."""
+    cache_folder: str | None = None
+    """Folder on each host's own disk for these blocks (machine key); default: keel-data-UID in TMPDIR or /tmp."""
     prepare: Prepare | None = None
     """Creates the token files from text at the first start."""
 
@@ -692,6 +697,8 @@ _RUN = (
 )
 """Tables and keys that decide what is learned, except for:"""
 _MACHINE = (
+    "data.cache_gib",
+    "data.cache_folder",
     "tokenizer.path",  # the file may move: its content is compared
     "training.steps",
     "training.micro_batch_size",

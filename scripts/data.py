@@ -154,7 +154,7 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
             text = repr(text[:excerpt]) + ("..." if len(text) > excerpt or shown < stop else "")
         yield {
             "document": document.number,
-            "file": document.file.name,
+            "file": Path(document.file).name,
             "tokens": stop - start,
             "of": document.stop - document.start,
             "text": text,

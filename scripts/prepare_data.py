@@ -7,20 +7,26 @@ hosts do it together by --shard 0/N to --shard N-1/N, and then --finish: the byt
 
 import argparse
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.bucket_files import bring, bring_file, copy_of, has_all, local_file, put_folder
+from configs.places import is_url
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
 from trainer.data.text.finish import finish
+from trainer.data.text.listing import NAME as LIST
 from trainer.data.text.on_ray import make_shares_on_ray
 from trainer.data.text.prepare import Call, prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, Settings, described
 from trainer.data.text.shares import MAX_SHARES, make_share
 from trainer.data.text.workers import Progress
+from trainer.data.token_file import SUFFIX
 from trainer.report.console import Console
 
 
@@ -31,13 +37,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mask_after and not options.mask_until:
         parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
 
+    url = options.output if is_url(options.output) else None
+    if any(map(is_url, (options.output, *options.inputs))) and (options.shard or options.finish or options.ray):
+        parser.error("--shard, --finish and --ray are for folders that all hosts see; name no place in object storage")
+
     def work(console: Console) -> None:
+        options.inputs = [_brought(name, console) for name in options.inputs]
+        options.tokenizer = local_file(options.tokenizer)
+        options.output = copy_of(url) if url else Path(options.output)
+        if url is None:
+            prepare_here(console)
+        else:
+            _prepare_in_bucket(options, url, partial(prepare_here, console), console)
+
+    def prepare_here(console: Console) -> None:
         if options.shard:
             _make_share(options, console)
             return
         if (options.output / RECORD).exists():
             record = prepare(_call(options), console.line)  # only checks that it would be the same
-            console.line(f"{options.output}: already there, from the same files and settings; nothing was written")
+            console.line(
+                f"{url or options.output}: already there, from the same files and settings; nothing was written"
+            )
         elif options.finish or options.ray:
             if options.ray:
                 with console.progress("Tokenizing on Ray", in_bytes=True) as progress:
@@ -49,10 +70,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record = prepare(_call(options, progress), console.line)
         for message in record["bad_files"]:
             console.warning(f"skipped: {message}")
-        for line in described(record, options.output):
+        for line in described(record, url or options.output):
             console.line(line)
 
     return run_command(work, "stopped; the same command resumes from there")
+
+
+def _prepare_in_bucket(
+    options: argparse.Namespace, url: str, prepare_here: Callable[[], None], console: Console
+) -> None:
+    """Prepare into `options.output`, a copy on this host, and put it into the bucket."""
+    was_there = has_all(url, RECORD)
+    if was_there or not any(options.output.rglob(f"*{SUFFIX}")):  # what has no tokens was for comparison only
+        shutil.rmtree(options.output, ignore_errors=True)
+    for name in (RECORD, LIST) if was_there else ():
+        bring_file(f"{url}/{name}")
+    prepare_here()
+    if not was_there:
+        shutil.copyfile(options.tokenizer, options.output / f"tokenizer{options.tokenizer.suffix}")
+        with console.progress(f"Putting {url}", in_bytes=True) as progress:
+            put_folder(options.output, url, RECORD, progress)
+    shutil.rmtree(options.output)
+
+
+def _brought(name: str, console: Console) -> str:
+    """An input; of one in object storage, a copy on this host."""
+    if not is_url(name):
+        return name
+    with console.progress(f"Bringing {name}", in_bytes=True) as progress:
+        return os.path.relpath(bring(name, progress))
 
 
 _FOUND = {"inputs", "tokenizer_hash", "vocab_size"}
@@ -81,8 +127,13 @@ def prepare_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")
-    add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
+    add(
+        "--output",
+        required=True,
+        metavar="FOLDER",
+        help="folder to create, with train/ and validation/; or its place in object storage, s3://BUCKET/NAME",
+    )
+    add("--tokenizer", required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
     add(
         "--processes",
         type=positive,

@@ -19,6 +19,7 @@ from configs.secret import SECRET
 from parallelisms.mesh import Mesh
 from parallelisms.nccl import nccl_variables
 from parallelisms.sums import sums_of
+from trainer.data.bucket_place import requests_made
 from trainer.guards.environment import device_name, threads
 from trainer.lifecycle import State, write_status
 from trainer.opening import Opened
@@ -54,6 +55,8 @@ def say_hello(job: Opened, console: Console) -> None:
     further = (("8 bits", job.float8), ("communication", job.communication), ("NCCL", nccl))
     rows[3:3] = [row for row in further if row[1]]
     console.table(f"Keel trains {config.job.name}", rows)
+    if made := requests_made():
+        console.line(f"{made} requests were made by this rank for the data's list, headers and tables")
     for line in job.plan:
         console.line(line)
     if job.choice:

@@ -10,7 +10,6 @@ from checkpoint.bucket_storage import BucketStorage
 from checkpoint.incarnation import FOLDER, Incarnation, Superseded
 from checkpoint.lock import lock
 from checkpoint.storage import FolderStorage, Storage
-from configs.errors import OutageError, UserError
 from configs.load import LoadedConfig
 from configs.places import is_url
 from configs.schema import Job
@@ -98,7 +97,7 @@ class _InBucket:
             storage = BucketStorage(self._bucket, self._folder, claim)
             storage.fetch(console.line)
         except BucketError as error:
-            raise _as_keel_error(error) from None
+            raise error.for_user() from None
         claim.beat(storage.push_status)
         self.incarnation = claim
         self.storage = self._taken = storage
@@ -118,7 +117,7 @@ class _InBucket:
             try:
                 self._bucket.list(f"{FOLDER}/")
             except BucketError as error:
-                raise _as_keel_error(error) from None
+                raise error.for_user() from None
 
         on_all_ranks(look)
 
@@ -132,8 +131,3 @@ class _InBucket:
                 storage.claim.end()
             except OSError as error:
                 console.warning(f"the last lines of metrics and log are in {self._folder}/ only: {error}")
-
-
-def _as_keel_error(error: BucketError) -> UserError:
-    """An error before the run begins, as the same command will meet it again, or may not."""
-    return (OutageError if error.may_pass else UserError)(str(error))

@@ -7,6 +7,7 @@ from typing import Any
 
 import xxhash
 
+from checkpoint.bucket_files import local_file
 from checkpoint.find import HF_CONFIG_NAME, find_checkpoint, kept_tokenizer
 from checkpoint.folder import Choice, choose
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -15,7 +16,9 @@ from configs.files import replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
+from configs.places import is_url
 from configs.schema import Config, HfModel, Prepare
+from trainer.data.place import place_of
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
 from trainer.data.text.listing import examine, list_files
@@ -49,6 +52,9 @@ def require_inputs(job: LoadedConfig) -> None:
     choice = _choice(config)
     if missing := missing_paths(job):
         raise UserError("\n".join(missing))
+    for source in [source for each in job.jobs for _, source in used_sources(each.config)]:
+        if source.kind == "tokens" and is_url(source.path):
+            place_of(str(source.path))  # one rank finds out, before all ask
     if config.checkpoint.init_from and not choice.candidates and imported_to(config) is None:
         read_manifest(find_checkpoint(Path(config.checkpoint.init_from)))
 
@@ -149,8 +155,8 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
     choices["pack"] = config.training.seq_len if wanted.pack else None
 
     def call(progress: Progress = Call.progress) -> Call:
-        settings = settings_of(wanted.input, output, Path(tokenizer), **choices)
-        return Call(settings, output, Path(tokenizer), os.cpu_count() or 1, wanted.max_bad_files, progress)
+        settings = settings_of(wanted.input, output, local_file(tokenizer), **choices)
+        return Call(settings, output, local_file(tokenizer), os.cpu_count() or 1, wanted.max_bad_files, progress)
 
     if output.exists():  # only checks that the files were made from the same text with the same settings
         prepare(call(), console.line, **_if_changed(config, output, console))

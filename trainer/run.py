@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from checkpoint.bucket_files import local_file
 from checkpoint.find import keep_tokenizer
 from checkpoint.incarnation import Superseded
 from checkpoint.lock import FolderInUse
@@ -200,7 +201,7 @@ def _write_job(launch: _Launch, job: LoadedConfig) -> None:
         with launch.console.outages.tolerate(path):
             write_atomically(path, [job.to_toml()])
             if tokenizer:
-                keep_tokenizer(Path(tokenizer), launch.folder)
+                keep_tokenizer(local_file(tokenizer), launch.folder)
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:

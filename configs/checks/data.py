@@ -5,12 +5,20 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from configs.checks.rule import Problem, Rule
+from configs.places import is_url, url_fault
 from configs.schema import Config, Source
 
 
 def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
     path = config.tokenizer.path
     train_on = config.tokenizer.train_on
+    if is_url(path) and (fault := url_fault(str(path))):
+        yield "tokenizer.path", fault
+    for name in filter(is_url, (path, *train_on) if train_on else ()):
+        yield (
+            "tokenizer.train_on",
+            f"{name} is in object storage; a tokenizer is trained from and into files of this host only",
+        )
     if train_on and path is None:
         yield "tokenizer.train_on", "train_on needs path, the file for the trained tokenizer; set tokenizer.path"
     if train_on and path is not None and path.endswith(".json"):
@@ -39,6 +47,15 @@ def _sources(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _source(key: str, source: Source) -> Iterator[Problem]:
+    if is_url(source.path):
+        if fault := url_fault(str(source.path)):
+            yield f"{key}.path", fault
+        elif source.kind != "tokens":
+            yield (
+                f"{key}.path",
+                f'only sources of kind "tokens" are read from object storage, and this is "{source.kind}"; prepare its '
+                "text by keel prepare, whose output may be there, or copy it to a folder",
+            )
     if source.kind in ("tokens", "text") and not source.path:
         what = "the folder of its token files" if source.kind == "tokens" else "a file, a folder, or hub:NAME"
         yield f"{key}.path", f'source "{source.name}" of kind "{source.kind}" needs path: {what}'
@@ -52,6 +69,12 @@ def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
         yield "data.prepare.input", "input is empty; give files, folders, hub:NAME or python_stdlib"
     if prepare.validation_fraction == 1:
         yield "data.prepare.validation_fraction", "validation_fraction 1 leaves nothing to train on"
+    for name in filter(is_url, (*prepare.input, prepare.output)):
+        yield (
+            "data.prepare",
+            f"{name} is in object storage, and a job prepares text from and into folders of this host only; prepare it "
+            "before by keel prepare, and leave [data.prepare] out",
+        )
     held_out = PurePath(prepare.output) / "validation"
     for index, source in enumerate(config.validation.sources):
         if prepare.validation_fraction == 0 and source.path and PurePath(source.path) == held_out:

@@ -21,7 +21,7 @@ class Document:
     """Its first token."""
     stop: int
     """The token after its last."""
-    file: Path
+    file: str | Path
 
 
 class Documents:

@@ -16,6 +16,7 @@ from scripts.microscope.history import History, read_history
 from scripts.microscope.inverse import ordinals, ordinals_after, sample_of
 from trainer.data.order import Mixture, Start
 from trainer.data.packing import PackedSource, packed_for
+from trainer.data.place import place_of
 from trainer.data.sources import TokenSource
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -84,8 +85,9 @@ class View:
         """A source of token files, opened without reading its tables (unless it is packed) or tokens."""
         path = self.sources[name].path
         assert path is not None  # configs.checks ensures it
-        is_packed = packed_for(Path(path)) is not None  # then the lengths of all documents decide the windows
-        folder = TokenFolder(path, self._config.model.vocab_size, check_content=is_packed)
+        place = place_of(path, self._config.data)
+        is_packed = packed_for(place) is not None  # then the lengths of all documents decide the windows
+        folder = TokenFolder(place, self._config.model.vocab_size, check_content=is_packed)
         kind = PackedSource if is_packed else TokenSource
         earlier = self.start.lengths.get(name, ())
         return kind(name, folder, self.seq_len, self._config.training.seed, earlier=earlier)

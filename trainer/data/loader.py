@@ -6,7 +6,8 @@ training.micro_batch_size, and rank r takes the r-th b of each. A step therefore
 ranks and any micro-batch size, and one counter is the run's whole position in its data.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +34,13 @@ IGNORED = -100
 _PREFETCHED_STEPS = 2
 _SAMPLES_PER_PLAN = 1024  # samples whose order is computed at once: a call costs much more than a sample
 _NO_SAMPLE = -1
+_EXPECTED_TOKENS = 1 << 18
+"""The same in tokens."""
+_EXPECTED_SAMPLES = 128
+"""The most windows that are requested before they are read, if that takes long, beside those of the next step: half of
+what a process keeps in memory, so that they are still there when they are read."""
+Located = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A step's samples, the index of each one's source, and its address there, of shape (micro-batches, micro_batch)."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +108,36 @@ class BatchReader:
         self._pin_memory = pin_memory
         self._n_further = n_further
 
-    def steps(self, samples: np.ndarray) -> Iterator[Step]:
-        """Read `samples`, of shape (steps, micro-batches, micro_batch); _NO_SAMPLE becomes padding."""
-        sources, addresses = self.locate(samples)
-        for step in range(len(samples)):
-            micro_batches = [
-                self._micro_batch(*rows) for rows in zip(samples[step], sources[step], addresses[step], strict=True)
-            ]
-            yield Step(micro_batches, self.states())
+    def steps(self, plans: Iterable[np.ndarray]) -> Iterator[Step]:
+        """Read samples, of shape (steps, micro-batches, micro_batch) each; _NO_SAMPLE becomes padding."""
+        for rows in self._announced(self._located(plans)):
+            yield Step([self._micro_batch(*row) for row in zip(*rows, strict=True)], self.states())
+
+    def _located(self, plans: Iterable[np.ndarray]) -> Iterator[Located]:
+        """The samples of each step, with their sources and addresses."""
+        for samples in plans:
+            yield from zip(samples, *self.locate(samples), strict=True)
+
+    def _announced(self, steps: Iterator[Located]) -> Iterator[Located]:
+        """The same steps, of which sources that are slow to read know a while before each is read."""
+        expect = {
+            index: source.expect
+            for index, source in enumerate(self._sources.values())
+            if isinstance(source, TokenSource) and source.folder.place.is_far
+        }
+        if not expect:
+            yield from steps
+            return
+        most = min(_EXPECTED_SAMPLES, _EXPECTED_TOKENS // self._seq_len)
+        ahead: deque[Located] = deque()
+        for step in steps:
+            ahead.append(step)
+            for source, address in zip(step[1].flat, step[2].flat, strict=True):
+                if source in expect:
+                    expect[source](int(address))
+            if len(ahead) * step[0].size > max(step[0].size, most):
+                yield ahead.popleft()
+        yield from ahead
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The index of each sample's source (-1 for padding), and the sample's address there."""
@@ -314,8 +344,7 @@ def build_loader(
     def make_steps(first_sample: int) -> Iterator[Step]:
         if device is not None:
             torch.cuda.set_device(device)  # a new thread defaults to GPU 0, and pinning would open a context there
-        for samples in plan(first_sample):
-            yield from reader.steps(samples)
+        yield from reader.steps(plan(first_sample))
 
     if validation:
         return DataLoader(make_steps, reader, 0, 0, restarts=True, order=own_order)
@@ -405,8 +434,8 @@ def _build_source(
         return SyntheticSource(source.name, vocab_size, seed, source.document_length)
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer
     if source.kind == "tokens":
-        folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)
-        kind = TokenSource if packed_for(folder.path) is None else PackedSource
+        folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None, data=config.data)
+        kind = TokenSource if packed_for(folder.place) is None else PackedSource
         return kind(source.name, folder, seq_len, seed, validation, earlier)
     assert tokenizer is not None
     return TextSource(source.path, source.text_key, tokenizer, seq_len, repeat=not validation, state=state)

@@ -19,7 +19,8 @@ import numpy as np
 
 from configs.errors import UserError
 from configs.files import write_atomically
-from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
+from configs.untrusted import MAX_JSON_BYTES, parse_json
+from trainer.data.place import Place
 from trainer.data.sources import PADDING, TokenSource, masked_targets
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
@@ -118,21 +119,21 @@ def write_mark(folder: Path, seq_len: int) -> None:
     write_atomically(folder / NAME, [json.dumps({"seq_len": seq_len}) + "\n"])
 
 
-def packed_for(folder: Path) -> int | None:
+def packed_for(place: Place) -> int | None:
     """The seq_len that a folder of token files is packed for; None if it is a stream.
 
     Raises:
         UserError: its mark is damaged.
     """
-    path = folder / NAME
-    if not path.exists():
-        return None
     try:
-        seq_len = parse_json(read_file(path, MAX_JSON_BYTES))["seq_len"]
+        content = place.get(NAME, MAX_JSON_BYTES)
+        if content is None:
+            return None
+        seq_len = parse_json(content)["seq_len"]
         if type(seq_len) is not int or seq_len < 1:
             raise ValueError("seq_len is not a positive integer")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); prepare the folder again") from None
+        raise UserError(f"{place.name}/{NAME}: cannot be read ({error}); prepare the folder again") from None
     return seq_len
 
 
@@ -163,6 +164,10 @@ class PackedSource(TokenSource):
             starts[length : length + 1] = True
         return masked_targets(tokens, gives_none, starts)
 
+    def expect(self, address: int) -> None:
+        """Have window number `address` brought."""
+        self.folder.expect(int(self._starts[address]), int(self._lengths[address]))
+
     def span(self, window: int) -> tuple[int, int]:
         """The tokens [start, stop) of a window."""
         start = int(self._starts[window])
@@ -180,7 +185,7 @@ class PackedSource(TokenSource):
         Raises:
             UserError: the folder is packed for another seq_len, or not packed.
         """
-        packed = packed_for(folder.path)
+        packed = packed_for(folder.place)
         if packed != seq_len:
             raise UserError(
                 f"{folder.path}: packed for training.seq_len = {packed}, but the job has {seq_len}; its documents fit "

@@ -152,6 +152,11 @@ class TokenSource:
             starts[self.folder.document_starts(address, len(tokens))] = True
         return masked_targets(tokens, gives_none, starts)
 
+    def expect(self, address: int) -> None:
+        """Have the window whose first token is `address` brought in the background, which will be read soon."""
+        for start, stop in self.pieces(address):
+            self.folder.expect(start, stop + 1 - start)
+
     def pieces(self, address: int) -> list[tuple[int, int]]:
         """The inputs of a window, as ranges [start, stop) of the folder's tokens, in their order."""
         if self.lengths is None or address < self.folder.n_tokens:

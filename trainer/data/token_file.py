@@ -11,10 +11,7 @@ microseconds. A file that changes while a run reads it is an error as soon as it
 beyond the vocabulary, or, in `check_unchanged`, different content.
 """
 
-import os
 import struct
-import time
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +22,8 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
-from configs.files import whole
+from configs.schema import Data
+from trainer.data.place import Content, LocalFile, Place, place_of
 
 MAGIC = b"KEELTOKN"
 VERSION = 1
@@ -41,6 +39,8 @@ _HEADER = struct.Struct("<8sIIQQQ16s16s")
 HEADER_BYTES = _HEADER.size + 8  # its own xxh3_64 follows
 _CHUNK_BYTES = 16 * BLOCK_BYTES
 """How much is read at once when a whole file is read."""
+_EXPECTED_FILES = 16
+"""How many files' tables are brought at once, if that takes long."""
 _MARK_STRIDE = 512
 """Documents per offset kept in memory: one read of a few KB then finds a window's offsets."""
 _REMEDY = "prepare it again with scripts/prepare_data.py, or copy it again"
@@ -93,7 +93,7 @@ class Header:
         return packed + xxhash.xxh3_64_digest(packed)
 
     @classmethod
-    def unpack(cls, raw: bytes, path: Path) -> "Header":
+    def unpack(cls, raw: bytes, path: str | Path) -> "Header":
         """Parse the header of `path` from its first bytes.
 
         Raises:
@@ -118,31 +118,44 @@ class Header:
 
 
 class TokenFile:
-    """One token file, open for reading.
+    """One token file, open for reading."""
 
-    Windows are read with pread instead of a memory map: if a file is truncated during a run, access through a map ends
-    in SIGBUS, which kills the process without a message, and pread ends in an error that names the place.
-    """
-
-    def __init__(self, path: Path, check_tables: bool = True) -> None:
+    def __init__(self, path: Path | Content, check_tables: bool = True) -> None:
         """Open `path` and verify its header, length and, unless `check_tables` is False, its tables.
 
         Raises:
             UserError: one of these is wrong, or the file can't be read.
         """
-        self.path = path
+        self._content = LocalFile(path) if isinstance(path, Path) else path
+        self.path = self._content.name
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
-            self._stamp = self._stamp_now()
-            self.header = Header.unpack(os.pread(self._descriptor, HEADER_BYTES, 0), path)
+            self._stamp = self._content.stamp()
+            self.header = Header.unpack(self._content.read(0, HEADER_BYTES), self.path)
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            raise UserError(f"{self.path}: cannot be read ({error.strerror})") from None
         self._check_length(self._stamp.size)
         self.n_tokens = self.header.n_tokens
-        if check_tables:
-            self._marks = self._verify_tables()
         self._verified = bytearray(self.header.n_blocks)
+        if check_tables:
+            self.check_tables()
+
+    def expect_tables(self) -> None:
+        """Have the begin of the tables brought, which will be checked soon."""
+        rest = self.header.file_bytes - self.header.tables_start
+        self._content.expect(self.header.tables_start, min(rest, _CHUNK_BYTES))
+
+    def check_tables(self) -> None:
+        """Verify the tables behind the tokens; to be called before documents are asked for.
+
+        Raises:
+            UserError: they are damaged.
+        """
+        self._marks = self._verify_tables()
+
+    def expect(self, start: int, length: int) -> None:
+        """Have tokens [start, start + length) brought, which will be read soon."""
+        itemsize = self.header.dtype.itemsize
+        self._content.expect(HEADER_BYTES + start * itemsize, length * itemsize)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Read tokens [start, start + length) as they are stored, in the file's own dtype.
@@ -195,7 +208,7 @@ class TokenFile:
         over itself, is the same. Renaming another file to this name does not matter either, since the run keeps reading
         the file that it opened.
         """
-        stamp = self._stamp_now()
+        stamp = self._content.stamp()
         if stamp == self._stamp:
             return
         if self._bytes(0, HEADER_BYTES) != self.header.pack():
@@ -225,6 +238,7 @@ class TokenFile:
             digest.update(data)
             marks.append(np.frombuffer(data, "<u8")[::_MARK_STRIDE].copy())  # a view would keep all of the data alive
         if digest.digest() != header.tables_hash:
+            self._content.forget(header.tables_start, header.file_bytes - header.tables_start)
             raise self._error(header.tables_start, "the tables after the tokens are damaged (checksum mismatch)")
         return np.concatenate(marks)
 
@@ -238,6 +252,7 @@ class TokenFile:
             for block, data, expected in zip(range(first, first + len(blocks)), blocks, sums, strict=True):
                 if xxhash.xxh3_64_intdigest(data) != expected:
                     at = HEADER_BYTES + block * BLOCK_BYTES
+                    self._content.forget(at, len(data))
                     raise self._error(at, "the tokens are damaged (checksum mismatch)")
                 numbers = np.frombuffer(data, self.header.dtype)
                 self._check_ids(numbers, block * BLOCK_BYTES // self.header.dtype.itemsize)
@@ -260,9 +275,7 @@ class TokenFile:
             UserError: they cannot be read, or are no longer there.
         """
         try:
-            data = os.pread(self._descriptor, size, at)
-            while len(data) < size and (more := os.pread(self._descriptor, size - len(data), at + len(data))):
-                data += more
+            data = self._content.read(at, size)
         except OSError as error:
             raise self._error(at, f"cannot be read ({error.strerror})") from None
         if len(data) < size:
@@ -271,14 +284,10 @@ class TokenFile:
             )
         return data
 
-    def _stamp_now(self) -> "_Stamp":
-        status = os.fstat(self._descriptor)
-        return _Stamp(status.st_size, status.st_mtime_ns)
-
     def _error(self, at: int, what: str) -> UserError:
         """The error for a fault at byte `at`; says whether the file has changed since it was opened."""
         try:
-            now = self._stamp_now()
+            now = self._content.stamp()
         except OSError:
             now = self._stamp
         if now == self._stamp:
@@ -290,35 +299,32 @@ class TokenFile:
         )
 
 
-@dataclass(frozen=True)
-class _Stamp:
-    """A file's size and modification time, which show whether it was written to."""
-
-    size: int
-    mtime_ns: int
-
-    def __str__(self) -> str:
-        seconds, nanoseconds = divmod(self.mtime_ns, 10**9)
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-        return f"{self.size} bytes written at {written}.{nanoseconds:09}"
-
-
 class TokenFolder:
     """All token files of a folder, in name order, as one long sequence of tokens."""
 
     def __init__(
-        self, path: str | Path, vocab_size: int, tokenizer_hash: str | None = None, check_content: bool = True
+        self,
+        path: str | Path | Place,
+        vocab_size: int,
+        tokenizer_hash: str | None = None,
+        check_content: bool = True,
+        data: Data | None = None,
     ) -> None:
         """Open and verify every file; with `check_content` False, only their headers, and blocks when they are read.
+
+        `data`: as for `place_of`.
 
         Raises:
             UserError: the folder is missing or has no tokens, a file is damaged, or it was written with another
                 vocabulary size or (unless None) another tokenizer than given here.
         """
-        self.path = Path(path)
-        if not self.path.is_dir():
-            raise UserError(f"{whole(path)}: no such folder of token files; make it with scripts/prepare_data.py")
-        self.files = [TokenFile(file, check_content) for file in _token_files(self.path)]
+        self.place = place_of(path, data)
+        self.path = self.place.name
+        self.files = [TokenFile(content, check_tables=False) for content in _contents(self.place)]
+        for index, file in enumerate(self.files if check_content else ()):
+            for later in self.files[index : index + _EXPECTED_FILES]:
+                later.expect_tables()
+            file.check_tables()
         for file in self.files:
             _check_tokenizer(file, vocab_size, tokenizer_hash or self.files[0].header.tokenizer_hash)
         ends = list(accumulate(file.n_tokens for file in self.files))
@@ -327,13 +333,14 @@ class TokenFolder:
         self.has_mask = any(file.header.has_mask for file in self.files)
         """Whether some tokens may give no loss as targets."""
         if not self.n_tokens:
-            others = [str(file.parent) for file in sorted(self.path.glob("*/*" + SUFFIX))]
+            others = self.place.below(SUFFIX)
             hint = f"there are some in {others[0]}" if others else "make them with scripts/prepare_data.py"
             raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}); {hint}")
         self._starts = [0, *ends[:-1]]
         self.fingerprint = _fingerprint(file.header.pack() for file in self.files)
         """Hash of the content, computed from the checksums in the headers."""
-        if check_content and sum(file.header.file_bytes for file in self.files) <= FULL_CHECK_BYTES:
+        n_bytes = sum(file.header.file_bytes for file in self.files)
+        if check_content and not self.place.is_far and n_bytes <= FULL_CHECK_BYTES:
             for file in self.files:
                 file.verify()
 
@@ -384,6 +391,11 @@ class TokenFolder:
         for file in self.files:
             file.check_unchanged()
 
+    def expect(self, start: int, length: int) -> None:
+        """Have tokens [start, start + length) brought in the background, which will be read soon."""
+        for file, first, count in self._parts(start, length):
+            file.expect(first, count)
+
     def _parts(self, start: int, length: int) -> list[tuple[TokenFile, int, int]]:
         """The files that hold tokens [start, start + length), each with its first token and the number of tokens."""
         if start < 0 or length < 0 or start + length > self.n_tokens:
@@ -401,21 +413,21 @@ class TokenFolder:
         return parts
 
 
-def folder_fingerprint(path: Path) -> str:
+def folder_fingerprint(path: str | Path, data: Data | None = None) -> str:
     """The fingerprint of a TokenFolder at `path`, from its headers alone.
 
     Raises:
-        OSError: one can't be read.
+        OSError, UserError: one can't be read.
     """
-    headers = []
-    for file_path in _token_files(path):
-        with file_path.open("rb") as file:
-            headers.append(file.read(HEADER_BYTES))
-    return _fingerprint(headers)
+    return _fingerprint(content.read(0, HEADER_BYTES) for content in _contents(place_of(path, data)))
 
 
-def _token_files(folder: Path) -> list[Path]:
-    return sorted(folder / name for name in os.listdir(folder) if name.endswith(SUFFIX))  # glob hides a refusal
+def _contents(place: Place) -> list[Content]:
+    """The token files of a place, opened, whose headers will be read."""
+    contents = [place.open(name) for name in place.names(SUFFIX)]
+    for content in contents:
+        content.expect(0, HEADER_BYTES)
+    return contents
 
 
 def _fingerprint(headers: Iterable[bytes]) -> str:

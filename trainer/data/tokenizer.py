@@ -22,6 +22,7 @@ import numpy as np
 import sentencepiece
 import xxhash
 
+from checkpoint.bucket_files import local_file
 from checkpoint.find import MAX_TOKENIZER_BYTES
 from configs.errors import ConfigError, UserError
 from configs.files import whole
@@ -67,7 +68,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
         UserError: the file is missing or unreadable, or needs a missing package.
         ConfigError: `vocab_size` is given, and is smaller than the tokenizer's.
     """
-    path = Path(path)
+    path = local_file(path)
     try:
         content = read_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:

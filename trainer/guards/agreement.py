@@ -14,13 +14,13 @@ import platform
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from checkpoint.bucket_files import local_file
 from checkpoint.reproducibility import CODE
 from configs.errors import ConfigError, KeelError, UserError, listed
 from configs.layout import used_sources
@@ -69,11 +69,11 @@ def compare_data(config: Config) -> None:
     facts = {}
     tokenizer = ""
     if config.tokenizer.path:
-        tokenizer = _fact(lambda: xxhash.xxh3_128_hexdigest(Path(str(config.tokenizer.path)).read_bytes()))
+        tokenizer = _fact(lambda: xxhash.xxh3_128_hexdigest(local_file(str(config.tokenizer.path)).read_bytes()))
         facts[f"the content of tokenizer.path ({config.tokenizer.path})"] = tokenizer
     for key, source in used_sources(config):
         if source.kind in ("tokens", "text"):
-            facts[f"the content of {key} ({source.path})"] = _fact(partial(_fingerprint, source, tokenizer))
+            facts[f"the content of {key} ({source.path})"] = _fact(partial(_fingerprint, config, source, tokenizer))
     differing = _differences(facts)
     if differing:
         raise UserError(_message("the data must be in a place where all of them see the same files", differing))
@@ -97,10 +97,10 @@ def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None =
     return [cast(Result, result) for result, _ in outcomes]
 
 
-def _fingerprint(source: Source, tokenizer_hash: str) -> str:
+def _fingerprint(config: Config, source: Source, tokenizer_hash: str) -> str:
     assert source.path is not None  # configs.checks ensures it
     if source.kind == "tokens":
-        return folder_fingerprint(Path(source.path))
+        return folder_fingerprint(source.path, config.data)
     return text_fingerprint(pieces(source.path), tokenizer_hash)
 
 

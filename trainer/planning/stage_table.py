@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from configs.errors import UserError
 from configs.load import LoadedConfig
+from configs.places import is_url
 from configs.run_stages import RunStage
 from configs.schema import Config, Source
 from trainer.lr_schedule import learning_rate_of
@@ -63,8 +64,8 @@ def _epochs(config: Config, tokens: int, sizes: dict[str, int | None], total: Co
 
 
 def _size(source: Source, config: Config) -> int | None:
-    """Tokens of a source of token files; None if it is another, or not there yet."""
-    if source.kind != "tokens" or source.path is None:
+    """Tokens of a source of token files; None if it is another, not there yet, or in object storage."""
+    if source.kind != "tokens" or source.path is None or is_url(source.path):  # --validate makes no request
         return None
     from trainer.data.token_file import TokenFolder  # needs numpy
 

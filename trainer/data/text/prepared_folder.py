@@ -61,7 +61,7 @@ class Split:
         self.text_bytes += text_bytes
 
 
-def described(record: dict[str, Any], output: Path) -> list[str]:
+def described(record: dict[str, Any], output: str | Path) -> list[str]:
     """A record in lines for people."""
     lines = [f"read {record['inputs']['files']:,} files of {record['inputs']['bytes']:,} bytes"]
     lines += skipped_lines(record["skipped"])
@@ -73,16 +73,16 @@ def described(record: dict[str, Any], output: Path) -> list[str]:
         if name in record:
             split = Split(*(record[name][key] for key in _SPLIT))
             counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
-            lines.append(f"{output / name}: {counts}")
+            lines.append(f"{output}/{name}: {counts}")
         if masked := record.get("masked", {}).get(name):
             share = masked["tokens_with_loss"] / max(1, split.tokens)
             lines.append(
-                f"{output / name}: {masked['tokens_with_loss']:,} tokens ({share:.2%}) give loss; "
+                f"{output}/{name}: {masked['tokens_with_loss']:,} tokens ({share:.2%}) give loss; "
                 f"{masked['documents_without_loss']:,} documents have no such token"
             )
         if packed := record.get("packed", {}).get(name):
             lines.append(
-                f"{output / name}: {packed['windows']:,} windows for training.seq_len = {packed['seq_len']}, "
+                f"{output}/{name}: {packed['windows']:,} windows for training.seq_len = {packed['seq_len']}, "
                 f"{packed['waste']:.2%} of them padding; {packed['cut_documents']:,} documents are longer than a window"
             )
     return lines

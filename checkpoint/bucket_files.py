@@ -1,0 +1,172 @@
+"""Files and folders that are brought from object storage whole, or put there."""
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from checkpoint.bucket import Bucket, BucketError, Patience, Stored
+from configs.errors import UserError
+from configs.files import replacing
+from configs.places import COPIES, is_url, local_folder, url_fault
+
+Progress = Callable[[int, int | None, str], None]
+UNFINISHED = ".unfinished"
+"""An object of this name says that not all of its neighbors have been put."""
+_RANGE_BYTES = 16 << 20
+_SLOWEST = 1_000_000
+"""Bytes per second below which an upload is given up."""
+_MAX_BYTES = 5_000_000_000
+"""The most that S3 takes in one request."""
+
+
+def copy_of(url: str) -> Path:
+    """Where copies of what is at a place are on this host.
+
+    Raises:
+        UserError: its name is none.
+    """
+    if fault := url_fault(url):
+        raise UserError(f"{url}: {fault}")
+    return COPIES.absolute().joinpath(*local_folder(url).parts[1:])
+
+
+def local_file(name: str | Path) -> Path:
+    """The path of a file on this host; one in object storage is brought, once in a process.
+
+    Raises:
+        UserError: it can't be brought.
+    """
+    return _once(str(name), Path.cwd()) if is_url(name) else Path(name)
+
+
+@cache
+def _once(url: str, _folder: Path) -> Path:
+    return bring_file(url)
+
+
+def bring_file(url: str) -> Path:
+    """Copy an object to this host, if it differs from what is there; returns the file.
+
+    Raises:
+        UserError: it can't be brought.
+    """
+    target = copy_of(url)
+    parent, key = url.rsplit("/", 1)
+    try:
+        bucket = Bucket(parent)
+        _bring(bucket, key, bucket.look(key), target)
+    except FileNotFoundError:
+        raise UserError(f"{url}: there is no such object") from None
+    except BucketError as error:
+        raise error.for_user() from None
+    return target
+
+
+def bring(url: str, progress: Progress = lambda done, total, message: None) -> Path:
+    """Copy an object, or all objects below a name, to this host; returns the file or folder.
+
+    What is there already, of the same size and time, is not brought again; what is no longer in the bucket is removed.
+
+    Raises:
+        UserError: nothing is there, or it can't be read or changes meanwhile.
+    """
+    target = copy_of(url)
+    bucket = Bucket(url)
+    try:
+        objects = bucket.objects()
+        if not objects:
+            return bring_file(url)
+        _require_names(url, objects)
+        total = sum(stored.size for stored in objects.values())
+        done = 0
+        for key, stored in sorted(objects.items()):
+            progress(done, total, f"bringing {url}/{key}")
+            _bring(bucket, key, stored, target / key)
+            done += stored.size
+    except (BucketError, FileNotFoundError) as error:
+        known = error if isinstance(error, BucketError) else BucketError(url, f"it changes meanwhile: {error}")
+        raise known.for_user() from None
+    for path in [path for path in target.rglob("*") if path.is_file()]:
+        if path.relative_to(target).as_posix() not in objects:
+            path.unlink()
+    return target
+
+
+def _require_names(url: str, keys: Mapping[str, Stored]) -> None:
+    for key in keys:
+        if any(part in ("", ".", "..") or "\0" in part for part in key.split("/")):
+            raise UserError(f"{url}: the object {key!r} has a name that no file can have; remove or rename it")
+
+
+def _bring(bucket: Bucket, key: str, stored: Stored, target: Path) -> None:
+    """Copy an object, unless it is there."""
+    with suppress(OSError):
+        status = target.stat()
+        if (status.st_size, int(status.st_mtime)) == (stored.size, int(stored.modified)):
+            return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target, f"{socket.gethostname()}-{os.getpid()}") as file:
+        for start in range(0, stored.size, _RANGE_BYTES):
+            content, e_tag = bucket.get_range(key, start, min(stored.size, start + _RANGE_BYTES))
+            if e_tag != stored.e_tag:
+                raise UserError(f"{bucket.url}/{key}: changed while it was read; run the same command again")
+            file.write(content)
+    os.utime(target, 2 * (stored.modified,))
+
+
+def has_all(url: str, manifest: str) -> bool:
+    """Whether `put_folder` has put a folder there to its end.
+
+    Raises:
+        UserError: the bucket can't be looked at, or has something else there.
+    """
+    try:
+        keys = Bucket(url).objects()
+    except BucketError as error:
+        raise error.for_user() from None
+    is_unfinished = any(key.rpartition("/")[2] == UNFINISHED for key in keys)
+    if keys and manifest not in keys and not is_unfinished:
+        raise UserError(f"{url}: has other objects than prepared text; choose another output")
+    return manifest in keys and not is_unfinished
+
+
+def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> None:
+    """Put the files of a folder, the one called `manifest` last, in place of what a call that was killed has put.
+
+    Until then, an object in each folder says that it is unfinished.
+
+    Raises:
+        UserError: a file is too large, the bucket refuses, or has another manifest.
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    sizes = {key: path.stat().st_size for key, path in files.items()}
+    if large := [key for key, size in sizes.items() if size > _MAX_BYTES]:
+        raise UserError(f"{folder / large[0]}: S3 takes at most 5 GB at once; copy {folder} there by your cloud's tool")
+    seconds = max(sizes.values()) / _SLOWEST
+    bucket = Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+    marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
+    done = 0
+    try:
+        for mark in marks:
+            bucket.put(mark, b"")
+        bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
+        for key in sorted(files.keys() - {manifest}):
+            progress(done, sum(sizes.values()), f"putting {url}/{key}")
+            _put(bucket, key, files[key])
+            done += sizes[key]
+        bucket.create(manifest, files[manifest].read_bytes())
+        bucket.delete(marks)
+    except FileExistsError:
+        raise UserError(f"{url}: another preparation has put its files here meanwhile; choose another output") from None
+    except BucketError as error:
+        raise error.for_user() from None
+
+
+def _put(bucket: Bucket, key: str, path: Path) -> None:
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        bucket.put(key, content)
