@@ -56,7 +56,7 @@ class Climbed:
 
     rung: "Rung"
     curves: list[dict[int, float]]
-    """Of each seed: the validation loss by step."""
+    """The validation loss by step, for each seed."""
 
 
 def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -> int:

@@ -45,7 +45,7 @@ class Rung:
     """The keys that the command line of `keel train` sets, without seed and folder."""
     job: LoadedConfig
     flops: float
-    """Of its training."""
+    """FLOPs of its training."""
 
     def with_seed(self, seed: int, folder: object) -> tuple[str, ...]:
         """The keys for a run with this seed in `folder`."""
