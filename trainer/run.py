@@ -152,6 +152,9 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             step = trainer.run.step if trainer else None
             if _lost_launcher(launch) and isinstance(error, (RuntimeError, OutageError)):
                 error = LauncherLost(_why_lost(launch))
+            if isinstance(error, OutageError) and _is_saved_for_a_stop(launch):
+                append_to_log(folder, f"after the save for {stop.reason}: {error}")
+                return EXIT_PREEMPTED
             explained = out_of_memory(error, job.config, step)
             if explained:
                 append_to_log(folder, "".join(traceback.format_exception(error)))
@@ -289,6 +292,11 @@ def _others_end(launch: _Launch) -> bool:
         if _has_ended(launch) or launch.stop.wait(0.1):
             return True
     return False
+
+
+def _is_saved_for_a_stop(launch: _Launch) -> bool:
+    """Whether the last step was saved in the middle of another, which a stop did not let come to its end."""
+    return bool(launch.stop) and _has_ended(launch) and read_status(launch.folder)["state"] == "preempted"
 
 
 def _has_ended(launch: _Launch) -> bool:

@@ -3,11 +3,17 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
-from tests.end_to_end.launch import TEXT, curve, finish, launch, start, status
+from configs.errors import OutageError
+from configs.load import load
+from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, start, status
 from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step
+from trainer.lifecycle import StopRequest, write_status
+from trainer.run import run
 
 LONG = "--training.steps 100000"
 
@@ -70,3 +76,27 @@ def test_while_data_is_prepared(tmp_path: Path):
     assert "stopped by SIGTERM while preparing data; the same command resumes" in outcome.err
     assert status(tmp_path / "run")["state"] == "preempted"
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(("is_saved", "code"), [(True, 75), (False, 1)])
+def test_data_that_do_not_come_after_a_save_for_a_signal(tmp_path: Path, is_saved: bool, code: int):
+    """The save in the middle of a step has written the end of the run; what then fails is no failure of it."""
+    stop = StopRequest()
+    folder = tmp_path / "run"
+
+    def build(runtime, before_build):
+        def train():
+            stop.record(signal.SIGTERM, None)
+            if is_saved:
+                write_status(folder, "preempted", 3, "SIGTERM")
+            raise OutageError("s3://bucket/data: no answer")
+
+        return SimpleNamespace(train=train, run=SimpleNamespace(step=3))
+
+    words = ("--job.output_dir", str(folder), "--metrics.tensorboard", "false")
+    try:
+        assert run(load(str(TINY), words, 1), stop, build) == code
+    finally:
+        dist.destroy_process_group()
+    assert status(folder)["state"] == ("preempted" if is_saved else "failed")
+    assert "s3://bucket/data: no answer" in (folder / "run.log").read_text()
