@@ -108,6 +108,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel coordinates": "keel coordinates --help",
     # tests/end_to_end/test_ladder.py climbs one.
+    "keel ladder": "keel ladder --help",
+    "keel prepare": "keel prepare --help",
     "keel ladder debug.toml": "keel ladder --help",
     "keel ladder debug.toml --run runs/debug": "keel ladder --help",
     "keel coordinates widths.toml --dims 64,128,256,512,1024 --lr_schedule.warmup_steps 0": "keel coordinates"
@@ -248,6 +250,8 @@ NOT_RUN = {  # beginning of a line: why not
     "torchx": "TorchX is not installed",
     "python -m tests.bucket.speed": "minutes, and a server",
     "keel train debug.toml --job.output_dir s3:": "object storage: tests/bucket has it, with a server",
+    "keel prepare s3:": "object storage: tests/bucket has it, with a server",
+    "python -m tests.bucket.slow": "tests/bucket/test_data_in_bucket.py starts it",
     "keel sample s3:": "object storage: tests/bucket has it, with a server",
     "keel export s3:": "object storage: tests/bucket has it, with a server",
     "keel report s3:": "object storage: tests/bucket has it, with a server",
@@ -330,6 +334,11 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         "",
         f"{REST.replace(SYNTHETIC, '')}{MODEL}",
         "torchrun train.py --config {job} --job.name mine",
+    ),
+    'path = "s3://my-bucket/data/mine/tokenizer.model"': (
+        "",
+        f"{REST.replace(SYNTHETIC, '')}{MODEL}",
+        "python train.py --config {job} --validate",
     ),
     'base = "../runs/import/llama_1b/model.toml"': ("", REST, "python train.py --config {job} --training.steps 1"),
     'architecture = "hf"': (
