@@ -112,9 +112,6 @@ def draw(seed: int, number: int) -> Draw:
     # A token that sees itself alone: the gradients of queries and keys are rounding, whose sign differs with the mesh.
     if run.get("model.window") == 1 and _takes_signs(run):
         run["model.window"] = 2
-    # A norm behind the experts takes the router's share of what they put out away: gradients of rounding again.
-    if "model.n_experts" in run and _takes_signs(run):
-        run.pop("model.norm_position", None)
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
 
