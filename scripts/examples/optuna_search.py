@@ -55,13 +55,13 @@ def train(trial: optuna.Trial, job: str, words: list[str]) -> float:
             found = list(validations(folder / "metrics.jsonl"))
             for step, loss in found[seen:]:
                 trial.report(loss, step)
+                if not is_over and trial.should_prune():  # at each step, since it looks at the last reported one only
+                    run.terminate()
+                    run.wait()
+                    raise optuna.TrialPruned
             seen = len(found)
             if is_over:
                 break
-            if seen and trial.should_prune():
-                run.terminate()
-                run.wait()
-                raise optuna.TrialPruned
             time.sleep(0.5)
     if run.returncode or loss is None:
         raise RuntimeError(f"{folder} ended with exit code {run.returncode}; see {folder}/run.log")
