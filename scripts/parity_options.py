@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "linear scaling": {"model.rope_scaling": '{kind = "linear", factor = 4.0}'},
     "muP": {**MUP, "optimizer.eps": 1e-4},
     "muP, latent attention, tied": {**MUP, **LATENT, "model.tie_embeddings": "true"},
+    "muP, gate of shared experts": {**MUP, **MOE, "model.shared_expert_gate": "true", "optimizer.eps": 1e-4},
     "muP, Muon, split heads, experts, further tokens": {
         **MUP,
         **MOE,

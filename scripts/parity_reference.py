@@ -414,9 +414,14 @@ def _group_settings(job: Config, name: str, parameter: Tensor, is_muons: bool = 
     of_width = _of_width(job, name, parameter, is_muons)
     settings = {"lr_scale": group.lr_scale * of_width, "weight_decay": decay / of_width}
     base = getattr(job.model, "mup_base_dim", None)
-    if base is None or ".router." in name:
+    if base is None or _has_fixed_rows(name):
         return settings
     return settings | {"eps": config.eps * base / job.model.dim}
+
+
+def _has_fixed_rows(name: str) -> bool:
+    """Whether a matrix maps a width to a number that stays: of experts, or one."""
+    return ".router." in name or ".shared_expert_gate." in name
 
 
 def _of_width(job: Config, name: str, parameter: Tensor, is_muons: bool) -> float:
@@ -429,7 +434,7 @@ def _of_width(job: Config, name: str, parameter: Tensor, is_muons: bool) -> floa
     if not is_muons:
         return ratio
     rows, columns = parameter.shape[-2:]
-    base_rows = rows * (1 if ".router." in name else ratio)
+    base_rows = rows * (1 if _has_fixed_rows(name) else ratio)
     if rows_of_a_head := _rows_of_a_head(job, name):
         rows = rows_of_a_head
         base_rows = model.mup_base_head_dim or rows
