@@ -22,7 +22,6 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import require_run
-from configs.errors import UserError
 from configs.files import write_atomically
 from configs.load import find_job_file, load
 from configs.schema import Config
@@ -146,8 +145,6 @@ def _check(run: Path, target: Config, laws: "Mapping[float, Law]") -> list[dict[
             predicted = dict(zip(names, map(float, values), strict=True))
             is_within = predicted["low"] <= loss <= predicted["high"]
             found.append({"step": step, "part": part, "loss": loss, **predicted, "is_within": is_within})
-    if not found:
-        raise UserError(f"{run}: no validation loss yet, from step {parts[0] * target.training.steps:.0f} on")
     return found
 
 
@@ -218,7 +215,7 @@ def _mean_loss(climbed: Climbed) -> float:
 
 
 def _lines_of_run(run: Path, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["", f"{run}:"]
+    lines = ["", f"{run}:" if found else f"{run}: there is no validation loss to compare yet"]
     for each in found:
         text = f"  at {each['part']:.0%} of the run (step {each['step']:,}): {each['loss']:.4f}"
         outside = "" if each["is_within"] else "  OUTSIDE"

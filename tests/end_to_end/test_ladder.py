@@ -1,6 +1,7 @@
 """`keel ladder` from the first run to the prediction, and beside a run of the job."""
 
 import json
+import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -68,6 +69,11 @@ def test_a_ladder_is_climbed_once_and_compared_with_a_run(tmp_path, monkeypatch,
         )
         assert line in printed.out
     assert "is not a run of this job" not in printed.out + printed.err
+
+    (tmp_path / "early").mkdir()
+    shutil.copy(tmp_path / "run" / "config.toml", tmp_path / "early")
+    assert ladder.main((*LADDER, "--run", "early"), launches) == 0
+    assert "early: there is no validation loss to compare yet\n" in capsys.readouterr().out
 
     assert launch_here(["train", *JOB, "--optimizer.lr", "2e-2", "--job.output_dir", "other"]) == 0
     assert ladder.main((*LADDER, "--run", "other"), launches) == 0

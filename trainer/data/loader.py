@@ -34,11 +34,11 @@ IGNORED = -100
 _PREFETCHED_STEPS = 2
 _SAMPLES_PER_PLAN = 1024  # samples whose order is computed at once: a call costs much more than a sample
 _NO_SAMPLE = -1
-_EXPECTED_TOKENS = 1 << 18
-"""The same in tokens."""
 _EXPECTED_SAMPLES = 128
 """The most windows that are requested before they are read, if that takes long, beside those of the next step: half of
 what a process keeps in memory, so that they are still there when they are read."""
+_EXPECTED_TOKENS = 1 << 18
+"""The same limit in tokens."""
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]
 """A step's samples, the index of each one's source, and its address there, of shape (micro-batches, micro_batch)."""
 

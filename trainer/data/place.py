@@ -49,7 +49,7 @@ class Content(Protocol):
         """Bring bytes [at, at + size), which will be read soon, in the background, if that takes long."""
 
     def forget(self, at: int, size: int) -> None:
-        """Keep nothing of bytes [at, at + size), which are not as they were written: another launch reads them anew."""
+        """Keep nothing of bytes [at, at + size), which are damaged: the next launch requests them again."""
 
     def stamp(self) -> Stamp:
         """The file's size, and when it was written; a change shows that its content may have changed."""

@@ -140,7 +140,7 @@ class TokenFile:
             self.check_tables()
 
     def expect_tables(self) -> None:
-        """Have the begin of the tables brought, which will be checked soon."""
+        """Have the beginning of the tables brought, which will be checked soon."""
         rest = self.header.file_bytes - self.header.tables_start
         self._content.expect(self.header.tables_start, min(rest, _CHUNK_BYTES))
 
