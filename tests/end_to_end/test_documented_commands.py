@@ -373,6 +373,8 @@ import json
 first = json.loads(open("runs/first_step/metrics.jsonl").readline())["loss"]
 assert abs(first - losses / targets) < 1e-5, (first, losses / targets)
 """
+# A gloo group that is left to the exit of the interpreter aborts now and then: "terminate called without an exception".
+END_OF_GLOO = "torch.distributed.destroy_process_group()\n"
 PROGRAMS = {  # first line of a Python block: what precedes and follows it, what is run with the file
     'state = torch.load("runs/debug-optimizer/adamw.pt", weights_only=True, mmap=True)': (
         "import torch\nfrom configs.load import load\nfrom models import build_model\n"
@@ -434,7 +436,7 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "import torch\ntorch.distributed.init_process_group('gloo')\ntorch.manual_seed(0)\n"
         "model = torch.nn.Linear(3, 3)\nmodel(torch.ones(1, 3)).sum().backward()\n",
         "theirs = SGD(model.parameters(), lr=1.0)\n"
-        "assert torch.distributed.get_rank() or theirs.load_state_dict(state) is None\n",
+        "assert torch.distributed.get_rank() or theirs.load_state_dict(state) is None\n" + END_OF_GLOO,
         "PYTHONPATH=. torchrun --nproc-per-node 2 {program}",
     ),
     "optimizer.consolidate_state_dict(recipient_rank=0)  # on all ranks; -1: all receive the state": (
@@ -442,10 +444,10 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "torch.distributed.init_process_group('gloo')\nrank = torch.distributed.get_rank()\ntorch.manual_seed(0)\n"
         "model = torch.nn.Linear(3, 3)\nmodel(torch.ones(1, 3)).sum().backward()\n"
         "optimizer = OwnerPartition(model.parameters(), optim=SGD, lr=0.1, momentum=0.9)\noptimizer.step()\n",
-        "SGD(model.parameters(), lr=0.1, momentum=0.9).load_state_dict(torch.load('optimizer.pt'))\n",
+        "SGD(model.parameters(), lr=0.1, momentum=0.9).load_state_dict(torch.load('optimizer.pt'))\n" + END_OF_GLOO,
         "PYTHONPATH=. torchrun --nproc-per-node 2 {program}",
     ),
-    "import torch": ("", "assert streams == 2\n", "PYTHONPATH=. torchrun --nproc-per-node 4 {program}"),
+    "import torch": ("", "assert streams == 2\n" + END_OF_GLOO, "PYTHONPATH=. torchrun --nproc-per-node 4 {program}"),
 }
 FLAGS = ("--help", "--validate", "--print-config", "--list", "--trace", "--optimizer")  # options that take no value
 COMMANDS = (
