@@ -104,9 +104,7 @@ class Router(nn.Module):
         preference = scores.detach() if self.bias is None else scores.detach() + self.bias
         experts = self._in_best_groups(preference).topk(self.config.experts_per_token, dim=-1).indices
         tokens = count(experts, scores.shape[-1])
-        weights = scores.gather(-1, experts)
-        if self.settings.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = self._weights(logits, scores, experts)
         if self.settings.scaling_factor != 1.0:
             weights = weights * self.settings.scaling_factor
         if self.settings.has_auxiliary_loss and self.balance_scale:
@@ -115,6 +113,15 @@ class Router(nn.Module):
         settled = shares.detach()
         entropy = -torch.xlogy(settled, settled).sum()  # torch.special.entr is compiled at run time on CUDA
         return Choice(experts, weights, Load(tokens.sum(0), entropy))
+
+    def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """(batch, seq, experts_per_token): the scores of the chosen experts, which sum to 1 with `renormalize`."""
+        if self.settings.renormalize and self.settings.scoring == "softmax":
+            # Equals the quotient below. That would give experts that no token chose gradients of rounding, not zeros,
+            # and Lion would take their sign, which differs with the mesh.
+            return logits.gather(-1, experts).softmax(-1)
+        weights = scores.gather(-1, experts)
+        return weights / weights.sum(-1, keepdim=True) if self.settings.renormalize else weights
 
     def _in_best_groups(self, preference: Tensor) -> Tensor:
         """(batch, seq, n_experts), with -inf for the experts of groups that a token does not choose from."""

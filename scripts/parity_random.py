@@ -112,10 +112,6 @@ def draw(seed: int, number: int) -> Draw:
     # A token that sees itself alone: the gradients of queries and keys are rounding, whose sign differs with the mesh.
     if run.get("model.window") == 1 and _takes_signs(run):
         run["model.window"] = 2
-    # So are those of the router's rows of experts that no token chooses: in shares of the chosen experts alone, the sum
-    # over all experts cancels, which softmax has divided by.
-    if run.get("model.router.scoring") == "softmax" and _takes_signs(run):
-        run["model.router.renormalize"] = "false"
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
 

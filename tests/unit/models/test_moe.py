@@ -80,6 +80,18 @@ def test_each_token_gets_its_experts(scoring, renormalize, bias):
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_experts_that_no_token_chooses_get_no_rounding(scoring, renormalize):
+    """Optimizers that take the sign of a gradient would make a whole step of it."""
+    module = mixture(router={"scoring": scoring, "renormalize": renormalize, "load_balance": "bias"})
+    module.router.bias[:2] -= 9.0
+    module(torch.randn(2, 5, 16, dtype=torch.float64))[0].square().sum().backward()
+    grad = module.router.weight.grad
+    is_zero = (grad == 0).all(1).tolist()
+    assert is_zero == ([True] * 2 if renormalize or scoring == "sigmoid" else [False] * 2) + [False] * 4
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_backward_adds_the_auxiliary_loss_and_forward_does_not(scoring):
     module = mixture(router={"scoring": scoring, "auxiliary_loss_weight": 0.3})
     x = torch.randn(2, 7, 16, dtype=torch.float64)
