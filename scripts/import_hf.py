@@ -28,17 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (options.source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
             what = f"it has no {HF_CONFIG_NAME}" if options.source.is_dir() else "no such folder"
             raise UserError(f"{whole(options.source)} is not a Hugging Face model folder: {what}")
-        from checkpoint.export.hf import MODEL_TOML, import_hf, unread_fields
+        from checkpoint.export.hf import MODEL_TOML, import_hf, unread
         from scripts.export.hf_tokenizer import find_tokenizer
 
         tokenizer = find_tokenizer(options.source)
         with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
             import_hf(options.source, options.output, tokenizer, options.dtype, report, options.as_it_is)
-        if not options.as_it_is and (unknown := unread_fields(options.source)):
-            console.warning(
-                f"{options.source / HF_CONFIG_NAME} has fields that Keel does not know; the import is without them: "
-                + ", ".join(unknown)
-            )
+        for what in () if options.as_it_is else unread(options.source):
+            console.warning(what)
         if tokenizer is None:
             console.warning(f"{options.source} has no tokenizer that Keel can read; set tokenizer.path to one")
         output = options.output.resolve()  # a base is relative to the job file

@@ -27,8 +27,10 @@ from checkpoint.compare import described, require_same
 from checkpoint.export import family
 from checkpoint.export.hf_config import (
     Source,
+    as_written,
     checkpoint_shapes,
     copies,
+    factors,
     left_out,
     longest_sequence,
     seq_len_of,
@@ -55,7 +57,6 @@ from checkpoint.tensor_stream import (
 from checkpoint.verify import check_tensors
 from configs.architectures import HF_CLASSES, own_weights, stored_tensors
 from configs.architectures.llama import MultiToken
-from configs.architectures.mup import folds
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
@@ -210,15 +211,16 @@ def export_hf(
     if missing := left_out(model):
         warn(missing)
     repeated = copies(model)
-    shapes = tensor_shapes(model)
+    written = as_written(model)
+    shapes = tensor_shapes(written)
     shapes |= {name: shapes[first] for name, first in repeated.items()}
     own_dtype = _check_tensors(checkpoint, metadata, model)
     target = getattr(torch, dtype) if dtype else own_dtype
-    own_dtypes = _dtypes(model, own_dtype) | dict.fromkeys(repeated, own_dtype)
-    targets = _dtypes(model, target) | dict.fromkeys(repeated, target)
+    own_dtypes = _dtypes(written, own_dtype) | dict.fromkeys(repeated, own_dtype)
+    targets = _dtypes(written, target) | dict.fromkeys(repeated, target)
     count = Counter(progress, sum(n_bytes(shape, own_dtypes[name]) for name, shape in shapes.items()))
     shards = _shards(shapes, targets, max_shard_bytes)
-    stacks = _Stacks(checkpoint, metadata, model)
+    stacks = _Stacks(checkpoint, metadata, model, own_dtype)
 
     with whole as folder:
         for name, shard in shards.items():
@@ -269,12 +271,13 @@ class _Stacks:
     A tensor that several of the checkpoint's share is joined.
     """
 
-    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model) -> None:
+    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
         self._metadata = metadata
-        self._sources = sources(model)
+        self._dtype = dtype
+        self._sources = sources(as_written(model))
         self._copies = copies(model)
-        self._factors = {f"model.{name}": factor for name, factor in folds(model).items()}
+        self._factors = {f"model.{name}": factor for name, factor in factors(model).items()}
         self._holders: dict[str, list[str]] = {}
         for name, place in self._sources.items():
             for source in place.names:
@@ -293,6 +296,8 @@ class _Stacks:
 
     def _part(self, name: str, source: str) -> Tensor:
         place = self._sources[name]
+        if name not in self._metadata.state_dict_metadata:  # a gate that `as_written` adds
+            return torch.zeros(place.hf_shape, dtype=self._dtype)
         if name != self._name:
             self._name = name
             self._stack = torch.empty(0)  # freed before the next one is read
@@ -453,9 +458,24 @@ def import_hf(
     _write_import(source, output, tokenizer, model, seq_len_of(config), target, stream)
 
 
-def unread_fields(source: Path) -> list[str]:
-    """The fields of a folder's config.json that an import does not know; none if the model is trained as it is."""
-    return unknown_fields(_read_json(source / CONFIG_NAME), source / CONFIG_NAME)
+def unread(source: Path) -> list[str]:
+    """What an import into Keel's own modules leaves out: fields of config.json and tensors, as sentences."""
+    path = source / CONFIG_NAME
+    config = _read_json(path)
+    found = []
+    if fields := unknown_fields(config, path):
+        found.append(f"{path} has fields that Keel does not know; the import is without them: {', '.join(fields)}")
+    if tensors := [name for name in _tensors_in(source) if _is_left_out(name, config)]:
+        found.append(
+            f"{source} has modules that predict further tokens, which Keel does not have in such a model; the import "
+            f"is without their {len(tensors)} tensors, such as {tensors[0]}"
+        )
+    return found
+
+
+def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
+    prefix = HF_CLASSES[str(config["model_type"])].left_out
+    return bool(prefix) and name.startswith(prefix)
 
 
 def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress) -> None:
@@ -503,7 +523,7 @@ def _open(source: Path) -> tuple[dict[str, Any], Model, dict[str, _SourceTensor]
     """The config.json of a Hugging Face folder, the model that it describes, and the model's tensors."""
     config = _read_json(source / CONFIG_NAME)
     model = to_keel(config, source / CONFIG_NAME)
-    tensors = _tensors_in(source)
+    tensors = {name: tensor for name, tensor in _tensors_in(source).items() if not _is_left_out(name, config)}
     _check_count(source / CONFIG_NAME, model, len(tensors))
     if not any(name.startswith(f"model.layers.{model.n_layers}.") for name in tensors):
         # transformers leaves the modules that predict further tokens out, and keeps their number in config.json.

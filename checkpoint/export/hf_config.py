@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from configs.architectures import HF_CLASSES, description_of, stored_tensors
 from configs.architectures.llama import FURTHER, RopeScaling, n_further
+from configs.architectures.mup import folds
 from configs.architectures.parts import HfClass, Shape, Weight, head_dim, n_kv_heads
 from configs.errors import UserError
 from configs.schema import Model
@@ -66,6 +67,25 @@ def left_out(model: Model) -> str:
         f"the format of {kind.name} has no modules that predict further tokens, so those of model.multi_token are left "
         "out; the model itself is whole"
     )
+
+
+def as_written(model: Model) -> Model:
+    """The model that a folder has in place of this one, and that computes the same.
+
+    Where the class gates shared experts, a model without a gate gets one of zeros, whose sigmoid is 1/2, and twice the
+    weights (`factors`); both are exact.
+    """
+    needs_gate = description_of(model).hf_class(model).gates_shared_expert and model.n_shared_experts
+    return model.model_copy(update={"shared_expert_gate": True}) if needs_gate else model
+
+
+def factors(model: Model) -> dict[str, float]:
+    """The factors of an export, by the weight's name."""
+    found = folds(model)
+    if as_written(model) != model:
+        names = (weight.name for weight in stored_tensors(model))
+        found |= {name: 2.0 for name in names if name.endswith("shared_experts.down_proj.weight")}
+    return found
 
 
 def copies(model: Model) -> dict[str, str]:

@@ -168,9 +168,12 @@ def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_hybrid(model: Any) -> dict[str, Any]:
     kinds = [model.layers[layer % len(model.layers)] for layer in range(model.n_layers)]
+    return {"layer_types": [_KINDS[kind] for kind in kinds], **_write_feed_forwards(model)}
+
+
+def _write_feed_forwards(model: Any) -> dict[str, Any]:
     width = model.expert_dim or model.ffn_dim
     return {
-        "layer_types": [_KINDS[kind] for kind in kinds],
         "intermediate_size": model.ffn_dim,
         "moe_intermediate_size": width,
         "num_experts": model.n_experts or 0,
@@ -191,15 +194,21 @@ def _read_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
     names = {name: kind for kind, name in _KINDS.items()}
     if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in names for kind in kinds):
         raise ValueError(f"layer_types: a list of {n_layers} kinds, each among {', '.join(names)}")
-    return {"layers": _shortest([names[kind] for kind in kinds]), **_read_feed_forwards(config, n_layers)}
+    feed_forwards = _read_feed_forwards(config, n_layers, n_experts=512, expert_dim=512, shared_dim=512)
+    return {"layers": _shortest([names[kind] for kind in kinds]), **feed_forwards}
 
 
-def _read_feed_forwards(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
-    """Experts, the shared one's width as a multiple of theirs, and leading dense layers; without experts all are."""
-    n_experts = config.get("num_experts", 512)
+def _read_feed_forwards(
+    config: Mapping[str, Any], n_layers: int, n_experts: int, expert_dim: int, shared_dim: int
+) -> dict[str, Any]:
+    """Experts, the shared one's width as a multiple of theirs, and leading dense layers; without experts all are.
+
+    The last three arguments are defaults of the class.
+    """
+    n_experts = config.get("num_experts", n_experts)
     inner = config.get("intermediate_size", 5632)
-    width = config.get("moe_intermediate_size", 512)
-    shared = config.get("shared_expert_intermediate_size", 512)
+    width = config.get("moe_intermediate_size", expert_dim)
+    shared = config.get("shared_expert_intermediate_size", shared_dim)
     dense = config.get("mlp_only_layers") or []
     if not n_experts:
         return {"ffn_dim": inner}
@@ -293,6 +302,35 @@ QWEN3_MOE = HfClass(
     },
     write=lambda model: {"intermediate_size": model.ffn_dim, "num_local_experts": model.n_experts},
     read=lambda config: {"n_experts": config["num_local_experts"]} if "num_local_experts" in config else {},
+)
+QWEN2_MOE = HfClass(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    "Qwen 1.5 and 2 with experts",
+    {name: key for name, key in _FIELDS.items() if key != "ffn_dim"}
+    | {
+        "qkv_bias": "attention_bias",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "router.renormalize",
+    },
+    _DEFAULTS
+    | {
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
+    1e4,
+    {name: value for name, value in _FIXED.items() if name != "attention_bias"}
+    | _UNUSED_WINDOW
+    | {"decoder_sparse_step": 1},
+    _without("n_experts", "attention_bias", "shared_expert_gate")
+    | {"router.scoring": ("softmax",), "router.load_balance": ("auxiliary_loss", "none")},
+    gates_shared_expert=True,
+    write=_write_feed_forwards,
+    read=lambda config: _read_feed_forwards(
+        config, config.get("num_hidden_layers", 24), n_experts=60, expert_dim=1408, shared_dim=5632
+    ),
 )
 MISTRAL = HfClass(
     "mistral",
@@ -454,6 +492,7 @@ QWEN3_NEXT = HfClass(
     },
     rope_fraction=0.25,
     gates_shared_expert=True,
+    left_out="mtp.",
     write=_write_hybrid,
     read=_read_hybrid,
 )
@@ -463,6 +502,7 @@ HF_CLASSES: tuple[HfClass, ...] = (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    QWEN2_MOE,
     MISTRAL,
     OLMO2,
     OLMO3,

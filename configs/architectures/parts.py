@@ -118,6 +118,8 @@ class HfClass:
     """Default of the share of each head's features that are rotated; None: all are, without a field for it."""
     gates_shared_expert: bool = False
     """Whether a layer of experts has a shared one with a gate."""
+    left_out: str = ""
+    """Prefix of tensors that its folders may have, and that neither the class nor Keel computes with."""
     yarn_scales_scores: bool = False
     """Whether YaRN has a factor on the scores of attention (mscale_all_dim), which query_scale stands for."""
     has_further: bool = False
@@ -141,8 +143,8 @@ class HfClass:
         yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.kind == "yarn" else None
         if self.yarn_scales_scores and model.query_scale and (yarn is None or yarn.factor == 1):
             found.append(f"query_scale is {model.query_scale!r} without a rope_scaling of kind yarn")
-        if self.gates_shared_expert and model.n_experts and not model.shared_expert_gate:
-            found.append("shared_expert_gate is False with n_experts")
+        if self.gates_shared_expert and model.n_experts and not model.n_shared_experts:
+            found.append("n_shared_experts is 0 with n_experts")
         return found
 
 

@@ -65,6 +65,16 @@ TINY = {
     "mixtral": Model(**_SIZES, n_experts=6),
     "qwen2": Model(**_SIZES, attention_bias=True),
     "qwen3_moe": Model(**_SIZES, n_experts=6, qk_norm="head", router=Router(renormalize=False)),
+    "qwen2_moe": Model(
+        **_SIZES,
+        n_experts=6,
+        n_shared_experts=2,
+        shared_expert_gate=True,
+        expert_dim=24,
+        n_dense_layers=1,
+        attention_bias=True,
+        router=Router(renormalize=False),
+    ),
     "mistral": Model(**_SIZES, head_dim=16, window=9),
     "olmo2": Model(**_SIZES, norm_position="after", qk_norm="full"),
     "olmo3": Model(

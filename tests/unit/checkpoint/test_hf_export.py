@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.export.hf import TokenizerFiles, checkpoint_files, export_hf, import_hf
 from configs.errors import UserError
 from configs.schema import Model
 from scripts import export_hf as script
@@ -49,6 +49,36 @@ def test_transformers_computes_the_same(tmp_path, name, max_shard_bytes):
     assert generated.tolist() == expected.tolist()
     assert theirs.generation_config.eos_token_id == 2
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "out"}
+
+
+DEEPSEEK_MOE = TINY["qwen2_moe"].model_copy(update={"shared_expert_gate": False, "attention_bias": False})
+UNGATED = {
+    "deepseek_moe": DEEPSEEK_MOE,
+    "qwen3_next": TINY["qwen3_next_moe"].model_copy(update={"shared_expert_gate": False}),
+}
+
+
+@pytest.mark.parametrize("name", UNGATED)
+@pytest.mark.parametrize("mup", [None, 8])
+def test_shared_experts_without_a_gate_get_one_that_changes_nothing(tmp_path, name, mup):
+    """Its sigmoid is 1/2, and what it multiplies is twice as large."""
+    if mup and name == "qwen3_next":
+        pytest.skip("muP has no rule for layers with a state")
+    config = UNGATED[name].model_copy(update={"mup_base_dim": mup})
+    ours = make_model(config)
+    export_hf(save(tmp_path / "step-00000001", ours), tmp_path / "out", NO_TOKENIZER)
+    tokens = torch.randint(0, 96, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "out")(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
+    weights = load_file(tmp_path / "out/model.safetensors")
+    prefix = "model.layers.1.mlp"
+    assert not weights[f"{prefix}.shared_expert_gate.weight"].any()
+    matrix = ours.get_parameter("layers.1.mlp.shared_experts.down_proj.weight")
+    assert torch.equal(weights[f"{prefix}.shared_expert.down_proj.weight"], 2 * matrix)
+    import_hf(tmp_path / "out", tmp_path / "back", None)
+    again = checkpoint_files(tmp_path / "back")
+    assert again.model.shared_expert_gate
+    assert torch.equal(again.read("model.layers.1.mlp.shared_experts.down_proj.weight"), 2 * matrix)
 
 
 def test_files_and_their_index(tmp_path):

@@ -88,6 +88,18 @@ def test_fields_that_keel_does_not_know_are_named(exported, tmp_path, capsys):
     assert "fields that Keel does not know; the import is without them: a_new_gate, mup_alpha" in found
 
 
+def test_what_predicts_further_tokens_of_a_hybrid_is_left_out_and_named(tmp_path, capsys):
+    """transformers ignores these tensors of the published Qwen3-Next without a word."""
+    export_hf(save(tmp_path / "step-00000001", make_model(TINY["qwen3_next_moe"])), tmp_path / "hf", NO_TOKENIZER)
+    file = tmp_path / "hf/model.safetensors"
+    further = {"mtp.fc.weight": torch.ones(4, 8), "mtp.layers.0.mlp.gate.weight": torch.ones(4, 4)}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    assert script.main([str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
+    assert "the import is without their 2 tensors, such as mtp.fc.weight" in " ".join(capsys.readouterr().err.split())
+    saved = state_of(tmp_path / "step-00000001")
+    assert state_of(tmp_path / "back").keys() == {name for name in saved if name.startswith("model.")}
+
+
 def test_deepseek_v3_as_it_is_published():
     """The fields of deepseek-ai/DeepSeek-V3's config.json, but for its 8-bit weights."""
     published = {
@@ -227,6 +239,51 @@ def test_gemma_3_270m_as_it_is_published():
     assert parameter_count(model) == 268_098_176
     assert [window_of(model, layer) for layer in range(7)] == [512] * 5 + [None, 512]
     assert (model.rope_theta, model.window_rope_theta, model.query_scale) == (1e6, 1e4, 256)
+
+
+def test_qwen1_5_moe_as_it_is_published():
+    """The fields of Qwen/Qwen1.5-MoE-A2.7B's config.json."""
+    published = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+        "max_window_layers": 21,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    model = to_keel(published, "config.json")
+    assert parameter_count(model) == 14_315_784_192
+    assert (model.n_shared_experts, model.ffn_dim, model.expert_dim, model.attention_bias) == (4, 1408, None, True)
+    assert unknown_fields(published, "config.json") == []
+    sizes = {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"}
+    assert to_keel({name: published[name] for name in published.keys() - sizes}, "config.json") == model
+    for field, value in (("decoder_sparse_step", 2), ("mlp_only_layers", [1]), ("use_sliding_window", True)):
+        with pytest.raises(UserError, match=field):
+            to_keel(published | {field: value}, "config.json")
 
 
 def test_qwen3s_defaults_are_those_of_transformers():
