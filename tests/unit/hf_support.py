@@ -1,7 +1,11 @@
 """Small models and their checkpoints, as the tests of export and import need them."""
 
+import re
+import sys
+from functools import cache
 from math import log
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -210,3 +214,32 @@ def write_checkpoint(folder, tensors, config, **training):
     )
     commit(storage, unfinished, Path(folder), draft, files, "{}")
     return Path(folder)
+
+
+def of_transformers(model, folder):
+    """transformers' own model of an export, in float64 but for what its class casts to float32."""
+    from transformers import AutoModelForCausalLM
+
+    kind = without_casts() if "delta" in model.layers else AutoModelForCausalLM
+    return kind.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+@cache
+def without_casts():
+    """transformers' own Qwen3NextForCausalLM, but for its casts to float32, whose round-off a state would amplify.
+
+    The angles of the rotary embedding stay in float32.
+    """
+    from transformers.models.qwen3_next import modeling_qwen3_next as plain
+
+    source = Path(plain.__file__).read_text()
+    before, rotary, after = re.split(r"(class \w+RotaryEmbedding.*?)(?=class \w+RMSNorm\()", source, flags=re.DOTALL)
+    before, after = (re.sub(r"torch\.float32|torch\.float\b", "torch.float64", each) for each in (before, after))
+    text = before.replace(".float()", ".double()") + rotary + after.replace(".float()", ".double()")
+    module = ModuleType(f"{plain.__package__}.without_casts")
+    vars(module).update(__file__=plain.__file__, __package__=plain.__package__)
+    sys.modules[module.__name__] = module
+    exec(compile(text, plain.__file__, "exec"), vars(module))
+    return module.Qwen3NextForCausalLM

@@ -1,11 +1,5 @@
 """The options of [model] against transformers' families, in loss and gradients, or written out where none has them."""
 
-import re
-import sys
-from functools import cache
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +9,7 @@ from configs.schema import Model
 from models import build_model
 from models.documents import Documents
 from models.rotary import rotate
-from tests.unit.hf_support import TINY, make_model, save, skip_what_is_too_old
+from tests.unit.hf_support import TINY, make_model, of_transformers, save, skip_what_is_too_old
 
 SHAPE = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 
@@ -23,18 +17,13 @@ SHAPE = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48,
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     """In float64, but for what their classes cast to float32: norms, and softmax of attention and router."""
-    from transformers import AutoModelForCausalLM
-
     skip_what_is_too_old(name)
     ours = make_model(TINY[name], torch.float64)
     ours.rotary.init_buffers()  # angles in float32, as in transformers
     if ours.window_rotary:
         ours.window_rotary.init_buffers()
     export_hf(save(tmp_path / "step-00000001", ours), tmp_path / "out", TokenizerFiles())
-    kind = without_casts() if "delta" in ours.config.layers else AutoModelForCausalLM
-    theirs = kind.from_pretrained(
-        tmp_path / "out", dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
+    theirs = of_transformers(ours.config, tmp_path / "out")
     tokens, targets = torch.randint(3, 96, (2, 2, 40))  # some families train no embedding of padding, token 0 or 1
     losses = [
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits in (ours(tokens), theirs(tokens).logits)
@@ -57,25 +46,6 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=20 * bound * float(scale))
         compared += 1
     assert compared == len(gradients) - sum(".experts." in each for each in gradients)
-
-
-@cache
-def without_casts():
-    """transformers' own Qwen3NextForCausalLM, but for its casts to float32, whose round-off a state would amplify.
-
-    The angles of the rotary embedding stay in float32.
-    """
-    from transformers.models.qwen3_next import modeling_qwen3_next as plain
-
-    source = Path(plain.__file__).read_text()
-    before, rotary, after = re.split(r"(class \w+RotaryEmbedding.*?)(?=class \w+RMSNorm\()", source, flags=re.DOTALL)
-    before, after = (re.sub(r"torch\.float32|torch\.float\b", "torch.float64", each) for each in (before, after))
-    text = before.replace(".float()", ".double()") + rotary + after.replace(".float()", ".double()")
-    module = ModuleType(f"{plain.__package__}.without_casts")
-    vars(module).update(__file__=plain.__file__, __package__=plain.__package__)
-    sys.modules[module.__name__] = module
-    exec(compile(text, plain.__file__, "exec"), vars(module))
-    return module.Qwen3NextForCausalLM
 
 
 def apart(gradients, config):
