@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.report.console import Row
-from trainer.report.units import count, duration, percent, size
+from trainer.report.units import brief, count, duration, percent, size
 
 if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
@@ -103,13 +103,13 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
     return [
         (
             "a step",
-            f"{_short(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
+            f"{brief(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
         ),
-        *((f"  {_PARTS.get(part, part)}", f"{_short(each)}   {percent(each / step.seconds)}") for part, each in parts),
+        *((f"  {_PARTS.get(part, part)}", f"{brief(each)}   {percent(each / step.seconds)}") for part, each in parts),
         *(
             (
                 f"  {each.op} over {each.axis}",
-                f"{size(each.n_bytes)} in {each.calls:,} calls: {_short(each.seconds)}, exposed {_short(each.exposed)}",
+                f"{size(each.n_bytes)} in {each.calls:,} calls: {brief(each.seconds)}, exposed {brief(each.exposed)}",
             )
             for each in step.collectives
         ),
@@ -123,11 +123,6 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
         ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble"),
         ("left out", "; ".join(step.left_out)),
     ]
-
-
-def _short(seconds: float) -> str:
-    """Milliseconds below a second, so that the parts of a step can be compared."""
-    return duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:

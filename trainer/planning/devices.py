@@ -30,6 +30,8 @@ class Device:
 
     name: str
     title: str
+    names: list[str]
+    """What `torch.cuda.get_device_name` calls it; empty if it shares its name with a slower kind."""
     memory_gib: float
     peak: Mapping[str, float]
     products: float
@@ -101,6 +103,12 @@ def _table() -> dict[str, Any]:
 def known_devices() -> list[str]:
     """Names of the devices whose rates are known."""
     return sorted(_table()["devices"])
+
+
+def device_called(torch_name: str) -> Device | None:
+    """The device that `torch.cuda.get_device_name` calls so; None if its rates are unknown."""
+    found = [name for name in known_devices() if torch_name in _table()["devices"][name]["names"]]
+    return device_named(found[0]) if found else None
 
 
 def device_named(name: str) -> Device:
