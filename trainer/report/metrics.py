@@ -243,9 +243,9 @@ class StepMetrics:
     goodput: float | None = None
     """Seconds that trained the steps up to here over all seconds since the run's first launch began, 0 to 1."""
     plan: dict[str, dict[str, float]] | None = None
-    """In the run's last line: `planned` and `measured` by quantity (trainer/report/beside_plan.py)."""
+    """`planned` and `measured` by quantity, in the run's last line (trainer/report/beside_plan.py)."""
     planned_parts: dict[str, float] | None = None
-    """In the run's last line: the planned seconds of a step by part."""
+    """Planned seconds of a step by part, in the run's last line."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
