@@ -5,7 +5,8 @@
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
 estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
-is estimated from counted work and the rates in configs/rates/devices.toml. With --trace, one step of each kind of rank
+is estimated from counted work and the rates in configs/rates/devices.toml, or those that --calibrate measures on this
+machine's GPU. With --trace, one step of each kind of rank
 is run with fake tensors, to show what it communicates. With --prove, the run is rehearsed in small as each kind of
 rank, and what they issue is matched: no rank waits forever, or who does, for what, and where. With --tune, the fastest
 ways to run the same job that fit the device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for
@@ -27,6 +28,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError, UserError
+from configs.files import write_atomically
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
 from configs.schema import Config
@@ -154,6 +156,11 @@ def _rank_counts(text: str) -> list[int]:
 
 def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
     """Refuse combinations of options that mean nothing."""
+    if options.calibrate and (options.device or options.tune or len(counts) > 1):
+        raise UserError(
+            "--calibrate measures this machine's GPU and plans with it; give it one number of ranks, and "
+            "--device with --tune the file that it writes afterwards"
+        )
     if options.tune and not options.device:
         raise UserError("--tune compares times; say with --device for which kind of GPU, such as h100")
     if options.tune and (options.trace or options.prove):
@@ -196,6 +203,21 @@ def _tune(
     if options.write:
         write_job(options.write, job_of(options), outcome.best[0].config)
         console.line(f"wrote {options.write}")
+
+
+def _calibrate(options: argparse.Namespace, config: Config, console: Console) -> None:
+    """Measure this machine's GPU, write its row, and have the job planned for it."""
+    from scripts.tuning import require_new
+
+    require_new(options.calibrate, "--calibrate")
+    from scripts.calibration import calibrate, calibration_rows, row_text
+
+    console.line("measuring this machine's GPU, which takes about half a minute")
+    device, not_measured = calibrate(config, options.ranks[0])
+    console.table(f"rates of {device.title}", calibration_rows(device, not_measured))
+    write_atomically(options.calibrate, [row_text(device, not_measured)])
+    console.line(f"wrote {options.calibrate}, for --device")
+    options.device = str(options.calibrate)
 
 
 _positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
@@ -280,12 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(own)
 
     def work(console: Console) -> None:
-        if options.price and not options.device:
+        if options.price and not (options.device or options.calibrate):
             raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
         counts = options.ranks
         _require_tune(options, counts)
         memory = options.memory_gib
         device = None
+        if options.calibrate:
+            _calibrate(options, load(job_of(options), overrides, counts[0]).config, console)
         if options.device:
             from trainer.planning.devices import device_named
 
@@ -311,7 +335,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512")
     add("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
-    add("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
+    add("--device", metavar="NAME", help="kind of GPU, such as h100, or a file of --calibrate: estimate a step's time")
+    add("--calibrate", type=Path, metavar="FILE", help="measure this machine's GPU, and write FILE for --device")
     add("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
     add("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     add("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
