@@ -163,8 +163,10 @@ def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
         )
     if options.tune and not options.device:
         raise UserError("--tune compares times; say with --device for which kind of GPU, such as h100")
-    if options.tune and (options.trace or options.prove):
-        raise UserError("--tune compares jobs; leave --trace and --prove out, and plan the job that --write writes")
+    if options.tune and (options.trace or options.prove or options.html):
+        raise UserError(
+            "--tune compares jobs; leave --trace, --prove and --html out, and plan the job that --write writes"
+        )
     if not options.tune and (options.write or len(counts) > 1):
         raise UserError("--write and several numbers of ranks are for --tune, which searches the best job; add it")
     if options.write:
@@ -235,6 +237,8 @@ class Plan:
     traced: dict[str, list[Row]]
     step: "StepTime | None"
     proof: "Proof | None"
+    steps: Mapping[int, Mapping[str, float]]
+    """Seconds of a step by part, of each kind of rank."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values."""
@@ -247,6 +251,22 @@ class Plan:
         if self.proof:
             plan["proof"] = vars(self.proof)
         return plan
+
+    def page(self, options: argparse.Namespace, device: "Device | None") -> str:
+        """The plan as a page of HTML."""
+        from scripts.keel import VERSION
+        from scripts.page.planned import planned_page
+        from trainer.planning.takes_less import CONTEXT_BYTES
+
+        title = f"{self.config.job.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
+        tables = {"The job": self.memory}
+        if self.step:
+            tables["A step (estimate)"] = time_rows(self.step, options.price)
+        held = {
+            rank: estimate.parts | {"beside: NCCL, CUDA": estimate.communicators + CONTEXT_BYTES}
+            for rank, estimate in self.by_kind.items()
+        }
+        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -284,16 +304,19 @@ def planned(
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(config, ranks) if options.trace else {}
     step = None
+    steps: dict[int, dict[str, float]] = {}
     if device:
-        from trainer.planning.step_time import estimate_step
+        from trainer.planning.step_time import estimate_step, parts_by_kind
 
         step = estimate_step(config, ranks, device, options.gpus_per_host)
+        if options.html:
+            steps = parts_by_kind(config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(config, ranks)
-    return Plan(config, ranks, held, by_kind, device_bytes, traced, step, proof)
+    return Plan(config, ranks, held, by_kind, device_bytes, traced, step, proof, steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -323,6 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(plan.as_json(options), indent=2))
         else:
             plan.show(options, device, console)
+        if options.html:
+            write_atomically(options.html, [plan.page(options, device)])
+            console.line(f"wrote {options.html}")
         if plan.proof and plan.proof.problem:
             raise UserError(plan.proof.problem)
 
@@ -343,6 +369,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prove", action="store_true", help="rehearse the run, and show that no rank waits forever")
     add("--tune", action="store_true", help="search the fastest ways to run the same job")
     add("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
+    add("--html", type=Path, metavar="FILE", help="write the plan as a page, with bars of memory and of a step")
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
 

@@ -85,7 +85,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 # --------------------------------------------------------------------------- time
 
-_PARTS = {
+PART_WORDS = {
     "tp": "tensor parallelism, exposed",
     "cp": "context parallelism, exposed",
     "ep": "expert parallelism, exposed",
@@ -97,7 +97,7 @@ _PARTS = {
 
 def time_rows(step: "StepTime", price: float | None) -> list[Row]:
     """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
-    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    parts = [(PART_WORDS.get(part, part), each) for part, each in sorted(step.parts.items(), key=lambda part: -part[1])]
     run = step.steps * step.seconds
     cost = f"; {count(step.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
     return [
@@ -105,7 +105,10 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
             "a step",
             f"{brief(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
         ),
-        *((f"  {_PARTS.get(part, part)}", f"{brief(each)}   {percent(each / step.seconds)}") for part, each in parts),
+        *(
+            (f"  {PART_WORDS.get(part, part)}", f"{brief(each)}   {percent(each / step.seconds)}")
+            for part, each in parts
+        ),
         *(
             (
                 f"  {each.op} over {each.axis}",

@@ -74,11 +74,33 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
             _section("Left out", _absurd(runs)),
         ]
     )
-    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     renewed = f" It is renewed every {renew_seconds} s." if renew_seconds else ""
-    style = _asset("uplot/uPlot.min.css") + _asset("page.css")
+    credit = f"{renewed} Curves: uPlot, © Leon Sorokin, MIT licence."
     scripts = [_asset("uplot/uPlot.iife.min.js"), _asset("page.js")]
-    allowed = f"style-src {_hash(style)}; script-src {' '.join(map(_hash, scripts))}"
+    return document(title, body, version, credit, _asset("uplot/uPlot.min.css"), values, scripts)
+
+
+def document(
+    title: str,
+    body: str,
+    version: str,
+    credit: str = "",
+    style: str = "",
+    values: str = "",
+    scripts: Sequence[str] = (),
+) -> str:
+    """Make a page of HTML around `body`, whose policy allows its own style and scripts alone.
+
+    Args:
+        credit: further words of the footer.
+        style: comes before the pages' own.
+        values: JSON for the scripts; "" if there is none.
+    """
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    style += _asset("page.css")
+    allowed = f"style-src {_hash(style)}"
+    allowed += f"; script-src {' '.join(map(_hash, scripts))}" if scripts else ""
+    data = f'<script type="application/json" id="data">{values}</script>\n' if values else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -92,10 +114,9 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
 <body>
 <main>
 {body}
-<footer>Made by Keel {escape(version)} on {escape(made)}.{renewed} Curves: uPlot, © Leon Sorokin, MIT licence.</footer>
+<footer>Made by Keel {escape(version)} on {escape(made)}.{credit}</footer>
 </main>
-<script type="application/json" id="data">{values}</script>
-{"".join(f"<script>{script}</script>" for script in scripts)}
+{data}{"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
 </html>
 """

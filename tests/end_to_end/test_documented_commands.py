@@ -123,6 +123,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel plan llama_8b.toml --ranks 8 --device h100 --tune": (
         "python scripts/keel.py plan llama_8b.toml --ranks 8 --device h100 --tune"
     ),
+    "keel plan llama_405b.toml --ranks 512 --device h100 --html plan.html": (
+        "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100 --html plan.html && ls plan.html"
+    ),
     "keel plan llama_405b.toml --ranks 512 --prove": (
         "python scripts/keel.py plan debug.toml --ranks 2 --mesh.pp 2 --prove"
     ),
