@@ -5,7 +5,8 @@
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
 estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
-is estimated from counted work and the rates in configs/rates/devices.toml. With --trace, one step of each kind of rank
+is estimated from counted work and the rates in configs/rates/devices.toml, or those that --calibrate measures on this
+machine's GPU. With --trace, one step of each kind of rank
 is run with fake tensors, to show what it communicates. With --prove, the run is rehearsed in small as each kind of
 rank, and what they issue is matched: no rank waits forever, or who does, for what, and where. With --tune, the fastest
 ways to run the same job that fit the device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for
@@ -27,6 +28,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError, UserError
+from configs.files import write_atomically
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
 from configs.schema import Config
@@ -154,10 +156,17 @@ def _rank_counts(text: str) -> list[int]:
 
 def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
     """Refuse combinations of options that mean nothing."""
+    if options.calibrate and (options.device or options.tune or len(counts) > 1):
+        raise UserError(
+            "--calibrate measures this machine's GPU and plans with it; give it one number of ranks, and "
+            "--device with --tune the file that it writes afterwards"
+        )
     if options.tune and not options.device:
         raise UserError("--tune compares times; say with --device for which kind of GPU, such as h100")
-    if options.tune and (options.trace or options.prove):
-        raise UserError("--tune compares jobs; leave --trace and --prove out, and plan the job that --write writes")
+    if options.tune and (options.trace or options.prove or options.html):
+        raise UserError(
+            "--tune compares jobs; leave --trace, --prove and --html out, and plan the job that --write writes"
+        )
     if not options.tune and (options.write or len(counts) > 1):
         raise UserError("--write and several numbers of ranks are for --tune, which searches the best job; add it")
     if options.write:
@@ -198,6 +207,21 @@ def _tune(
         console.line(f"wrote {options.write}")
 
 
+def _calibrate(options: argparse.Namespace, config: Config, console: Console) -> None:
+    """Measure this machine's GPU, write its row, and have the job planned for it."""
+    from scripts.tuning import require_new
+
+    require_new(options.calibrate, "--calibrate")
+    from scripts.calibration import calibrate, calibration_rows, row_text
+
+    console.line("measuring this machine's GPU, which takes about half a minute")
+    device, not_measured = calibrate(config, options.ranks[0])
+    console.table(f"rates of {device.title}", calibration_rows(device, not_measured))
+    write_atomically(options.calibrate, [row_text(device, not_measured)])
+    console.line(f"wrote {options.calibrate}, for --device")
+    options.device = str(options.calibrate)
+
+
 _positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
 
 
@@ -213,6 +237,8 @@ class Plan:
     traced: dict[str, list[Row]]
     step: "StepTime | None"
     proof: "Proof | None"
+    steps: Mapping[int, Mapping[str, float]]
+    """Seconds of a step by part, of each kind of rank."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values."""
@@ -225,6 +251,22 @@ class Plan:
         if self.proof:
             plan["proof"] = vars(self.proof)
         return plan
+
+    def page(self, options: argparse.Namespace, device: "Device | None") -> str:
+        """The plan as a page of HTML."""
+        from scripts.keel import VERSION
+        from scripts.page.planned import planned_page
+        from trainer.planning.takes_less import CONTEXT_BYTES
+
+        title = f"{self.config.job.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
+        tables = {"The job": self.memory}
+        if self.step:
+            tables["A step (estimate)"] = time_rows(self.step, options.price)
+        held = {
+            rank: estimate.parts | {"beside: NCCL, CUDA": estimate.communicators + CONTEXT_BYTES}
+            for rank, estimate in self.by_kind.items()
+        }
+        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -262,16 +304,19 @@ def planned(
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(config, ranks) if options.trace else {}
     step = None
+    steps: dict[int, dict[str, float]] = {}
     if device:
-        from trainer.planning.step_time import estimate_step
+        from trainer.planning.step_time import estimate_step, parts_by_kind
 
         step = estimate_step(config, ranks, device, options.gpus_per_host)
+        if options.html:
+            steps = parts_by_kind(config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(config, ranks)
-    return Plan(config, ranks, held, by_kind, device_bytes, traced, step, proof)
+    return Plan(config, ranks, held, by_kind, device_bytes, traced, step, proof, steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,12 +325,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(own)
 
     def work(console: Console) -> None:
-        if options.price and not options.device:
+        if options.price and not (options.device or options.calibrate):
             raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
         counts = options.ranks
         _require_tune(options, counts)
         memory = options.memory_gib
         device = None
+        if options.calibrate:
+            _calibrate(options, load(job_of(options), overrides, counts[0]).config, console)
         if options.device:
             from trainer.planning.devices import device_named
 
@@ -299,6 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(plan.as_json(options), indent=2))
         else:
             plan.show(options, device, console)
+        if options.html:
+            write_atomically(options.html, [plan.page(options, device)])
+            console.line(f"wrote {options.html}")
         if plan.proof and plan.proof.problem:
             raise UserError(plan.proof.problem)
 
@@ -311,13 +361,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512")
     add("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
-    add("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
+    add("--device", metavar="NAME", help="kind of GPU, such as h100, or a file of --calibrate: estimate a step's time")
+    add("--calibrate", type=Path, metavar="FILE", help="measure this machine's GPU, and write FILE for --device")
     add("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
     add("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     add("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     add("--prove", action="store_true", help="rehearse the run, and show that no rank waits forever")
     add("--tune", action="store_true", help="search the fastest ways to run the same job")
     add("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
+    add("--html", type=Path, metavar="FILE", help="write the plan as a page, with bars of memory and of a step")
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.report.console import Row
-from trainer.report.units import count, duration, percent, size
+from trainer.report.units import brief, count, duration, percent, size
 
 if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
@@ -85,7 +85,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 # --------------------------------------------------------------------------- time
 
-_PARTS = {
+PART_WORDS = {
     "tp": "tensor parallelism, exposed",
     "cp": "context parallelism, exposed",
     "ep": "expert parallelism, exposed",
@@ -97,19 +97,22 @@ _PARTS = {
 
 def time_rows(step: "StepTime", price: float | None) -> list[Row]:
     """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
-    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    parts = [(PART_WORDS.get(part, part), each) for part, each in sorted(step.parts.items(), key=lambda part: -part[1])]
     run = step.steps * step.seconds
     cost = f"; {count(step.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
     return [
         (
             "a step",
-            f"{_short(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
+            f"{brief(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
         ),
-        *((f"  {_PARTS.get(part, part)}", f"{_short(each)}   {percent(each / step.seconds)}") for part, each in parts),
+        *(
+            (f"  {PART_WORDS.get(part, part)}", f"{brief(each)}   {percent(each / step.seconds)}")
+            for part, each in parts
+        ),
         *(
             (
                 f"  {each.op} over {each.axis}",
-                f"{size(each.n_bytes)} in {each.calls:,} calls: {_short(each.seconds)}, exposed {_short(each.exposed)}",
+                f"{size(each.n_bytes)} in {each.calls:,} calls: {brief(each.seconds)}, exposed {brief(each.exposed)}",
             )
             for each in step.collectives
         ),
@@ -123,11 +126,6 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
         ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble"),
         ("left out", "; ".join(step.left_out)),
     ]
-
-
-def _short(seconds: float) -> str:
-    """Milliseconds below a second, so that the parts of a step can be compared."""
-    return duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:

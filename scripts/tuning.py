@@ -63,12 +63,12 @@ def words_of(job: Config, found: Config) -> str:
     return ", ".join(f"{key} = {value_text(value)}" for key, value in words.items()) or "the job as it is"
 
 
-def require_new(file: Path) -> None:
+def require_new(file: Path, option: str = "--write") -> None:
     """Raise UserError if a file to write exists or can't be one."""
     if file.exists():
-        raise UserError(f"--write {file}: exists already; remove it, or name another file")
+        raise UserError(f"{option} {file}: exists already; remove it, or name another file")
     if file.suffix != ".toml" or not file.parent.is_dir():
-        raise UserError(f"--write {file}: name a .toml file in a folder that exists")
+        raise UserError(f"{option} {file}: name a .toml file in a folder that exists")
 
 
 def write_job(file: Path, name_or_path: str, found: Config) -> None:

@@ -131,10 +131,11 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
         return
     folder = config.job.folder
     newest = trainer.checkpoints.newest
+    plan = trainer.records.beside_plan.text()
     reason = trainer.runtime.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),
-        closing_rows(config, folder, trainer.runtime.ledger.seconds(), trainer.progress.ends, memory, newest),
+        closing_rows(config, folder, trainer.runtime.ledger.seconds(), trainer.progress.ends, memory, newest, plan),
     )
     console.commands("What to try next", next_rows(config, state))
     said = "" if state == "done" else reason

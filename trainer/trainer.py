@@ -35,6 +35,7 @@ from trainer.lifecycle import State
 from trainer.lr_schedule import learning_rate_of
 from trainer.opening import Opened, Runtime, open_loader
 from trainer.proof.fingerprints import Fingerprints
+from trainer.report.beside_plan import BesidePlan
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, memory_counts, memory_of
 from trainer.report.step_records import StepRecords
@@ -103,7 +104,8 @@ class Trainer:
         mesh = self.learner.mesh
         fingerprints = Fingerprints(job, self.learner.fingerprint, mesh.sizes.axes, mesh.device, self.console.outages)
         launch = describe_launch(config, mesh, self.run.step, ledger, job.choice, incarnation)
-        self.records = StepRecords(config, self.console, ledger, peak, launch, fingerprints, incarnation)
+        beside_plan = BesidePlan(mesh)
+        self.records = StepRecords(config, self.console, ledger, peak, launch, beside_plan, fingerprints, incarnation)
         committed = self.checkpoints.latest_step
         record = self.records.write_evaluation
         self.commands = Commands(config, self.console, self.runtime.stop, watchdog, committed, record)

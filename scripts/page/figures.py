@@ -136,6 +136,7 @@ NOTES: dict[str, tuple[str, Unit]] = {
 _ERROR = "_stderr"
 """How a measure ends that is the standard error of another, which the page's table has."""
 _NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank", "tflops"}
+_NOT_DRAWN |= {"plan", "planned_parts"}
 """Keys that are in other parts of the page; TFLOP/s are proportional to tokens per second."""
 
 

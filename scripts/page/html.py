@@ -16,13 +16,13 @@ from typing import Any
 
 from configs.reading.toml_text import value_text
 from configs.untrusted import printable, shortened
-from scripts.page.figures import axes, charts, marks, spans
+from scripts.page.figures import axes, charts, marks, spans, title_of
 from scripts.page.flags import flags
 from scripts.page.ranking import ranking
 from scripts.page.recorded import Recorded, differences, is_date, is_number, is_step, number_text, plain
 from scripts.page.thin import thin
 from trainer.report.metrics import Kind
-from trainer.report.units import count, duration, fixed, percent, size
+from trainer.report.units import brief, count, duration, fixed, percent, size
 
 _ASSETS = Path(__file__).parent
 _BINS = 120
@@ -35,6 +35,7 @@ _ABSURD = 50
 """Most values that can't be meant to be listed one by one; the page says how many more there are."""
 _NOT_RECORDED = "stopped, or not recorded"
 """The rest of the wall clock: no launch, steps that were lost, and a launch's work after its last record."""
+_COMPARED = ("planned", "measured")
 _PRINTED = 12
 """Steps of a command after a save whose output the page has besides the newest one's."""
 _PRINTED_CHARACTERS = 4000
@@ -64,6 +65,7 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
             *((curves, cards) if len(runs) > _MANY else (cards, curves)),
             _section("Differences", _differences(runs)) if len(runs) > 1 else "",
             _section("Where the time went", _each(_time, runs)),
+            _section("Planned and measured", _each(_plan, runs)),
             _section("Stops and resumes", _each(_launches, runs)),
             _section("Evaluation", _evaluation(runs)),
             _section("Commands after a save", _each(_commands, runs)),
@@ -72,11 +74,33 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
             _section("Left out", _absurd(runs)),
         ]
     )
-    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     renewed = f" It is renewed every {renew_seconds} s." if renew_seconds else ""
-    style = _asset("uplot/uPlot.min.css") + _asset("page.css")
+    credit = f"{renewed} Curves: uPlot, © Leon Sorokin, MIT licence."
     scripts = [_asset("uplot/uPlot.iife.min.js"), _asset("page.js")]
-    allowed = f"style-src {_hash(style)}; script-src {' '.join(map(_hash, scripts))}"
+    return document(title, body, version, credit, _asset("uplot/uPlot.min.css"), values, scripts)
+
+
+def document(
+    title: str,
+    body: str,
+    version: str,
+    credit: str = "",
+    style: str = "",
+    values: str = "",
+    scripts: Sequence[str] = (),
+) -> str:
+    """Make a page of HTML around `body`, whose policy allows its own style and scripts alone.
+
+    Args:
+        credit: further words of the footer.
+        style: comes before the pages' own.
+        values: JSON for the scripts; "" if there is none.
+    """
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    style += _asset("page.css")
+    allowed = f"style-src {_hash(style)}"
+    allowed += f"; script-src {' '.join(map(_hash, scripts))}" if scripts else ""
+    data = f'<script type="application/json" id="data">{values}</script>\n' if values else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -90,10 +114,9 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
 <body>
 <main>
 {body}
-<footer>Made by Keel {escape(version)} on {escape(made)}.{renewed} Curves: uPlot, © Leon Sorokin, MIT licence.</footer>
+<footer>Made by Keel {escape(version)} on {escape(made)}.{credit}</footer>
 </main>
-<script type="application/json" id="data">{values}</script>
-{"".join(f"<script>{script}</script>" for script in scripts)}
+{data}{"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
 </html>
 """
@@ -376,6 +399,23 @@ def _stack(run: Recorded, kinds: Sequence[str]) -> str:
         f'<svg class="stack" viewBox="0 0 {_BINS} 100" preserveAspectRatio="none" role="img" aria-label="{label}">'
         f"{''.join(parts)}</svg>"
     )
+
+
+def _plan(run: Recorded) -> str:
+    """What the run's last record says of its plan, the largest difference first, and the planned parts of a step."""
+    rows = []
+    for record in run.records[-1:]:
+        compared, parts = (record.get(key) for key in ("plan", "planned_parts"))
+        for key, pair in compared.items() if isinstance(compared, dict) else ():
+            planned, measured = (pair.get(which) if isinstance(pair, dict) else None for which in _COMPARED)
+            if is_number(planned) and is_number(measured):
+                form = size if key.endswith("_bytes") else brief
+                difference = percent(measured / planned - 1) if planned else "-"
+                rows.append([_text(title_of(key)), form(planned), form(measured), difference])
+        for part, seconds in parts.items() if isinstance(parts, dict) else ():
+            if is_number(seconds):
+                rows.append([f"<small>{_text(part)}</small>", brief(seconds), "-", "-"])
+    return _table(["", *_COMPARED, "difference"], rows) if rows else ""
 
 
 # --------------------------------------------------------------------------- commands after a save

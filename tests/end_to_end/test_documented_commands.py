@@ -123,6 +123,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel plan llama_8b.toml --ranks 8 --device h100 --tune": (
         "python scripts/keel.py plan llama_8b.toml --ranks 8 --device h100 --tune"
     ),
+    "keel plan llama_405b.toml --ranks 512 --device h100 --html plan.html": (
+        "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100 --html plan.html && ls plan.html"
+    ),
     "keel plan llama_405b.toml --ranks 512 --prove": (
         "python scripts/keel.py plan debug.toml --ranks 2 --mesh.pp 2 --prove"
     ),
@@ -258,6 +261,7 @@ NOT_RUN = {  # beginning of a line: why not
     "hf auth login": "asks for a token",
     "vllm": "not installed, as the page says",
     "curl": "not installed, as the page says",
+    "keel plan JOB --ranks N --calibrate my_gpu.toml": "needs a GPU; tests/null_gpu/test_calibration.py",
     "lm_eval": "not installed, as the page says",
     "sh -c": "needs a host for backups; tests/end_to_end/test_after_save.py",
     "keel evaluate": "lm-eval may not be installed; tests/end_to_end/test_evaluation.py",
@@ -278,6 +282,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     " 72.0 GiB": "what a launch prints",
     "def main(self):": "a sampled text",
     "what ranks wait for": "what keel plan --prove prints",
+    "plan   a step 1.3 s instead of 1.2 s (+9.2%), the largest difference": "the end of a closing table",
     "ranks wait for each other forever:": "what it prints of a hang",
     "debug.toml, made small, on up to 4 ranks, against one process in plain PyTorch": "what keel prove prints",
     "TP 2                                           0e+00   8e-05   7e-01   2e-01   2.6 WRONG": "the same",

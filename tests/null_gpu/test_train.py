@@ -36,6 +36,10 @@ def test_a_job_runs_saves_and_goes_on_with_two_devices(tmp_path, null_gpus):
     assert 0 < last["memory_percent"] < 5
     assert (last["allocator_retries"], last["allocator_ooms"]) == (0, 0)
     assert "reserved (" in outcome.out
+    assert {*last["plan"]} == {"step_seconds", "data_seconds", "memory_peak_bytes"}
+    assert last["plan"]["memory_peak_bytes"]["measured"] == last["memory_peak_bytes"]
+    assert last["plan"]["memory_peak_bytes"]["planned"] == pytest.approx(last["memory_peak_bytes"], rel=0.1)
+    assert "the largest difference" in outcome.out
     assert {file.name for file in (run / "profile").iterdir()} == {
         "step-00000003-rank-0.json.gz",
         "step-00000003-rank-0.memory.pickle",

@@ -30,6 +30,8 @@ class Device:
 
     name: str
     title: str
+    names: list[str]
+    """What `torch.cuda.get_device_name` calls it; empty if it shares its name with a slower kind."""
     memory_gib: float
     peak: Mapping[str, float]
     products: float
@@ -103,15 +105,42 @@ def known_devices() -> list[str]:
     return sorted(_table()["devices"])
 
 
+def device_called(torch_name: str) -> Device | None:
+    """The device that `torch.cuda.get_device_name` calls so; None if its rates are unknown."""
+    found = [name for name in known_devices() if torch_name in _table()["devices"][name]["names"]]
+    return device_named(found[0]) if found else None
+
+
 def device_named(name: str) -> Device:
-    """The device of that name.
+    """The device of that name, or of the file that `keel plan --calibrate` wrote.
 
     Raises:
-        UserError: its rates are unknown.
+        UserError: its rates are unknown, or the file is no such file.
     """
+    if name.endswith(".toml"):
+        return _device_of(Path(name))
     table = _table()
     if name not in table["devices"]:
-        raise UserError(f'the rates of the device "{name}" are unknown; known are {", ".join(known_devices())}')
+        known = ", ".join(known_devices())
+        raise UserError(
+            f'the rates of the device "{name}" are unknown; known are {known}, and keel plan --calibrate FILE.toml '
+            "measures one's own, for --device FILE.toml"
+        )
+    return _device(name, table)
+
+
+def _device_of(file: Path) -> Device:
+    try:
+        table = tomli.loads(file.read_text())
+        (name,) = table["devices"]
+        return _device(name, table)
+    except OSError as error:
+        raise UserError(f"--device {file} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--device {file} is no file that keel plan --calibrate has written: {error}") from None
+
+
+def _device(name: str, table: dict[str, Any]) -> Device:
     values: dict[str, Any] = dict(table["devices"][name])
     for place in ("inside", "between"):
         values[place] = Link(**table["links"][values[place]])

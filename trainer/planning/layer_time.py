@@ -62,7 +62,7 @@ def added(*all_seconds: Seconds) -> Seconds:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """A product of a layer on one rank: (rows, inputs) times (inputs, outputs)."""
 
     name: str
@@ -109,7 +109,7 @@ class LayerTime:
             return set()
         return set(choose(self.memory.model.shapes, self.memory.model.plan, self.config).converted)
 
-    def matrices(self, layer: int) -> Iterator[_Matrix]:
+    def matrices(self, layer: int) -> Iterator[Matrix]:
         """The products of a layer's forward pass, in order."""
         model = self.memory.model
         for name in model.of_block(layer):
@@ -117,7 +117,7 @@ class LayerTime:
             if len(shape) > 1:
                 yield self._matrix(name, shape)
 
-    def _matrix(self, name: str, shape: Shape) -> _Matrix:
+    def _matrix(self, name: str, shape: Shape) -> Matrix:
         rows: float = self.tokens
         outputs: float = shape[-2]
         inputs: float = shape[-1]
@@ -131,9 +131,9 @@ class LayerTime:
         else:
             outputs /= self.sizes.tp
         is_float8 = name.removesuffix(".weight") in self._float8
-        return _Matrix(name, rows, inputs, outputs, is_float8, len(shape) > 2, name in self.memory.frozen)
+        return Matrix(name, rows, inputs, outputs, is_float8, len(shape) > 2, name in self.memory.frozen)
 
-    def _product(self, matrix: _Matrix, in_float8: bool) -> float:
+    def _product(self, matrix: Matrix, in_float8: bool) -> float:
         """Seconds of one product; the gradients' have the same size."""
         device = self.device
         rate = device.products_float8 if in_float8 else device.grouped if matrix.is_grouped else device.products

@@ -115,9 +115,17 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
 
 def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
     """The pipeline rank that takes the longest, without what only a report needs."""
+    return max(_by_kind(config, ranks, device, gpus_per_host), key=lambda rank: sum(rank.step().values()))
+
+
+def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> dict[int, dict[str, float]]:
+    """Seconds of a step by part, for one pipeline rank of each kind; a job that `estimate_step` takes."""
+    return {rank.place: rank.step() for rank in _by_kind(config, ranks, device, gpus_per_host)}
+
+
+def _by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int) -> list["_Rank"]:
     sizes = mesh_sizes(config, ranks)
-    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in distinct_ranks(config)]
-    return max(by_rank, key=lambda rank: sum(rank.step().values()))
+    return [_Rank(config, sizes, device, gpus_per_host, place) for place in distinct_ranks(config)]
 
 
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:

@@ -242,6 +242,10 @@ class StepMetrics:
     """Seconds of rank 0 since the previous line of this launch, or since its start, by `Kind.key`; the sum is all."""
     goodput: float | None = None
     """Seconds that trained the steps up to here over all seconds since the run's first launch began, 0 to 1."""
+    plan: dict[str, dict[str, float]] | None = None
+    """`planned` and `measured` by quantity, in the run's last line (trainer/report/beside_plan.py)."""
+    planned_parts: dict[str, float] | None = None
+    """Planned seconds of a step by part, in the run's last line."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""

@@ -19,6 +19,7 @@ from trainer.guards.verdict import StepResult
 from trainer.lifecycle import refresh_status
 from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
 from trainer.proof.fingerprints import Fingerprints
+from trainer.report.beside_plan import BesidePlan
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
 from trainer.report.sinks.choose import choose_sinks
@@ -38,6 +39,7 @@ class StepRecords:
         ledger: TimeLedger,
         peak: float | None,
         launch: dict[str, Any],
+        beside_plan: BesidePlan,
         fingerprints: Fingerprints,
         incarnation: Incarnation | None = None,
     ) -> None:
@@ -45,6 +47,7 @@ class StepRecords:
         Args:
             peak: the device's peak FLOP/s; None if it is unknown.
             launch: from `describe_launch`.
+            beside_plan: compares the run with its plan in its last record.
             fingerprints: written with the other records.
             incarnation: of an elastic run; nothing is written once there is a newer one.
         """
@@ -54,6 +57,7 @@ class StepRecords:
         self._console = console
         self._ledger = ledger
         self._peak = peak
+        self.beside_plan = beside_plan
         self.fingerprints = fingerprints
         self.shows_mfu = peak is not None
         """Whether the device's peak is known."""
@@ -113,6 +117,9 @@ class StepRecords:
         speed = self._ledger.throughput(tokens_per_step(self.config))
         flops = flops_per_token(self.config.model, training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, dist.get_world_size())
+        self.beside_plan.count(self.config, speed)
+        if self._log and run.step == training.steps:
+            self.beside_plan.compare(memory, self._console.warning)
         now = time.time()
         metrics = StepMetrics(
             step=run.step,
@@ -134,6 +141,8 @@ class StepRecords:
             phase_seconds=lag.phase_seconds if lag else None,
             **(vars(details) if details else {}),
             **self._wall_clock.record(now),
+            plan=self.beside_plan.quantities or None,
+            planned_parts=self.beside_plan.parts or None,
         )
         self._console.step(metrics)
         if self._log:

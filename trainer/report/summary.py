@@ -292,6 +292,7 @@ def closing_rows(
     losses: tuple[float, float] | None,
     memory: Memory,
     checkpoint: Path | None,
+    plan: str = "",
 ) -> list[Row]:
     """How the run went, and where everything is.
 
@@ -302,6 +303,7 @@ def closing_rows(
         losses: this launch's first and last loss; None if it made no step.
         memory: the most memory that any rank has held.
         checkpoint: the newest; None if there is none.
+        plan: what was measured beside what was planned; "" if nothing can be compared.
     """
     spent = sorted(((value, kind) for kind, value in seconds.items() if value >= 0.05), reverse=True)
     events = shlex.quote(str(run_folder / "tensorboard"))
@@ -310,6 +312,7 @@ def closing_rows(
         ("loss", f"{losses[0]:.4f} at first, {losses[1]:.4f} at last" if losses else ""),
         ("time", f"{duration(sum(seconds.values()))}\n{by_kind}"),
         ("memory", _memory_held(memory)),
+        ("plan", plan),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
         ("metrics", str(run_folder / "metrics.jsonl")),
         ("curves", f"tensorboard --logdir {events}" if config.metrics.tensorboard else ""),

@@ -39,6 +39,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
+def brief(seconds: float) -> str:
+    """Format seconds as `duration` does, below one in milliseconds, so that parts of a step can be compared."""
+    return duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def count(number: float) -> str:
     """Format a number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
     if not abs(number) < _MOST:

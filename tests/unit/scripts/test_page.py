@@ -191,6 +191,20 @@ def test_time_by_kind_over_the_wall_clock(tmp_path):
         assert {kind: value for kind, value in shares.items() if value > 1e-9} == expected
 
 
+def test_planned_and_measured_are_a_table(tmp_path):
+    plan = {
+        "step_seconds": {"planned": 0.5, "measured": 1.25},
+        "memory_peak_bytes": {"planned": 2**30, "measured": 2**29},
+    }
+    compared = {"plan": plan | {"evil": 3}, "planned_parts": {"products": 0.25, "evil": "text"}}
+    columns = {key: [None, value] for key, value in compared.items()}
+    run = write_run(tmp_path / "run", [3.0, 2.0], **columns)
+    text = re.sub("<[^>]+>", " ", page([run], "1"))
+    assert re.search(r"Step seconds\s+500 ms\s+1.2 s\s+150.0%\s+Memory peak bytes\s+1.00 GiB\s+512 MiB\s+-50.0%", text)
+    assert re.search(r"products\s+250 ms", text)
+    assert not {"Plan", "Planned parts"} & {chart["title"] for chart in charts([run])}
+
+
 def test_the_page_says_what_the_runs_are(tmp_path):
     facts = {"environment": {"numpy": "9.9"}, "host": "node-a", "torch": "2.11.0", "device": "cpu"}
     launches = [[launch(BEGAN, 0, 2, {"tp": 2}) | facts] if i == 0 else None for i in range(60)]

@@ -1,0 +1,94 @@
+"""The page of `keel plan --html`: what each kind of rank holds at its peak, and where a step's time goes, as bars."""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+from configs.untrusted import printable
+from scripts.page.html import document
+from scripts.plan_tables import PART_WORDS
+from trainer.report.console import Row
+from trainer.report.units import brief, percent, size
+
+_ORDER = ("products", "attention", "elementwise", "head and loss", "recomputation", "slower products beside fsdp")
+"""Parts of a step that compute, which come first; then what is exposed, the bubble, and the update."""
+_LAST = ("pipeline bubble", "optimizer", "waiting for the host")
+_WAITS = "waiting for the slowest rank"
+_FREE = "free"
+_COLORS = 12
+
+
+def planned_page(
+    title: str,
+    tables: Mapping[str, Sequence[Row]],
+    held: Mapping[int, Mapping[str, float]],
+    device_bytes: int | None,
+    steps: Mapping[int, Mapping[str, float]],
+    version: str,
+) -> str:
+    """Make the page.
+
+    Args:
+        tables: of the plan, by heading.
+        held: bytes by part, by rank of the pipeline.
+        device_bytes: the memory of a GPU, None if unknown.
+        steps: seconds of a step by part, by rank of the pipeline; empty without a device.
+    """
+    room = max(device_bytes or 0, *(sum(parts.values()) for parts in held.values()))
+    memory = {rank: {**parts, _FREE: room - sum(parts.values())} for rank, parts in held.items()}
+    longest = max((sum(parts.values()) for parts in steps.values()), default=0.0)
+    times = {rank: _in_order(parts, longest) for rank, parts in steps.items()}
+    sections = [f"<header><h1>{_text(title)}</h1></header>", _section("Memory at the peak", _bars(memory, size))]
+    if times:
+        sections.append(_section("One step, by kind of work", _bars(times, brief)))
+    sections += [_section(heading, _table(rows)) for heading, rows in tables.items()]
+    return document(title, "".join(sections), version)
+
+
+def _in_order(parts: Mapping[str, float], longest: float) -> dict[str, float]:
+    """The parts as a timeline: what computes, what is exposed by axis, the bubble, the update, and the wait."""
+    exposed = [part for part in parts if part not in (*_ORDER, *_LAST)]
+    names = [name for name in (*_ORDER, *exposed, *_LAST) if name in parts]
+    return {name: parts[name] for name in names} | {_WAITS: longest - sum(parts.values())}
+
+
+def _bars(by_rank: Mapping[int, Mapping[str, float]], form: Callable[[float], str]) -> str:
+    """A bar for each rank, in which a part has the same color."""
+    names = dict.fromkeys(name for parts in by_rank.values() for name in parts)
+    colors = {name: f"run-{number % _COLORS}" for number, name in enumerate(names)}
+    colors |= dict.fromkeys((_FREE, _WAITS), "kind-none")
+    bars = []
+    for rank, parts in by_rank.items():
+        heading = f"<h3>rank {rank} of the pipeline</h3>" if len(by_rank) > 1 else ""
+        bars.append(f'{heading}<div class="time">{_bar(parts, colors, form)}</div>')
+    return "".join(bars)
+
+
+def _bar(parts: Mapping[str, float], colors: Mapping[str, str], form: Callable[[float], str]) -> str:
+    whole = sum(parts.values())
+    boxes = []
+    legend = []
+    left = 0.0
+    for name, value in parts.items():
+        width = 100 * value / whole
+        words = _text(PART_WORDS.get(name, name))
+        box = f'class="{colors[name]}" x="{left:.3f}" width="{width:.3f}" height="1"'
+        boxes.append(f"<rect {box}><title>{words}: {form(value)}</title></rect>")
+        if width >= 0.05:
+            figures = f"<b>{percent(value / whole)}</b><span>{form(value)}</span>"
+            legend.append(f'<li><i class="dot {colors[name]}"></i>{words}{figures}</li>')
+        left += width
+    bar = f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none">{"".join(boxes)}</svg>'
+    return f'{bar}<ul class="legend">{"".join(legend)}</ul>'
+
+
+def _text(words: str) -> str:
+    return escape(printable(words))
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{content}</section>"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    body = "".join(f"<tr><th>{_text(label)}</th><td>{_text(words)}</td></tr>" for label, words in rows)
+    return f'<div class="scroll"><table><tbody>{body}</tbody></table></div>'

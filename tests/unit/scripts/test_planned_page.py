@@ -1,0 +1,74 @@
+"""The page of `keel plan --html`: bars add up to the whole, a part has one color, and nothing is loaded."""
+
+import re
+
+import pytest
+
+from scripts import plan
+from scripts.page.planned import planned_page
+from tests.unit.planning.test_step_time import H100, job
+from trainer.planning.step_time import parts_by_kind, slowest_rank
+
+MEMORY = {0: {"parameters": 2**30, "loss": 2**29}, 3: {"parameters": 2**29, "gradients": 2**29}}
+STEPS = {
+    0: {"optimizer": 0.1, "tp": 0.2, "products": 0.5},
+    3: {"products": 0.5, "pipeline bubble": 0.3, "tp": 0.2},
+}
+
+
+def bars(text):
+    """Each bar as (name, class, percent) from left to right."""
+    found = []
+    for bar in re.findall(r'<svg class="bar".*?</svg>', text):
+        boxes = re.findall(r'<rect class="([^"]+)" x="([^"]+)" width="([^"]+)".*?<title>(.*?): ', bar)
+        left = 0.0
+        for _, x, width, _ in boxes:
+            assert float(x) == pytest.approx(left, abs=0.01)
+            left += float(width)
+        assert left == pytest.approx(100, abs=0.01)
+        found.append([(name, color, float(width)) for color, _, width, name in boxes])
+    return found
+
+
+def test_bars_show_the_parts_of_each_rank():
+    text = planned_page("a job", {"The job": [("fits", "yes & <no>")]}, MEMORY, 2**31, STEPS, "1.2.3")
+    first, second, step, last = bars(text)
+    assert [(name, width) for name, _, width in first] == [("parameters", 50), ("loss", 25), ("free", 25)]
+    assert [(name, width) for name, _, width in second] == [("parameters", 25), ("gradients", 25), ("free", 50)]
+    assert [name for name, _, _ in step] == [
+        "products",
+        "tensor parallelism, exposed",
+        "optimizer",
+        "waiting for the slowest rank",
+    ]
+    assert step[-1][2] == pytest.approx(20)
+    assert last[-2][0] == "pipeline bubble"
+    for one, other in ((first, second), (step, last)):
+        shared = {name for name, _, _ in one} & {name for name, _, _ in other}
+        assert {each[:2] for each in one if each[0] in shared} == {each[:2] for each in other if each[0] in shared}
+    assert "yes &amp; &lt;no&gt;" in text
+    assert not re.search(r"(src|href)=|<script|url\(", text)
+    assert "default-src 'none'" in text
+
+
+def test_memory_beyond_a_gpus_fills_the_bar():
+    (bar, _) = bars(planned_page("a job", {}, MEMORY, 2**20, {}, "1"))
+    assert bar[-1] == ("free", "kind-none", 0.0)
+
+
+def test_the_slowest_kind_of_rank_is_the_planned_step():
+    config = job("llama_7b.toml", 8, "--mesh.pp 4")
+    steps = parts_by_kind(config, 8, H100)
+    slowest = slowest_rank(config, 8, H100, 8)
+    assert len(steps) > 1
+    assert steps[slowest.place] == slowest.step()
+    assert max(sum(parts.values()) for parts in steps.values()) == sum(slowest.step().values())
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    file = tmp_path / "plan.html"
+    assert plan.main(["llama_1b.toml", "--ranks", "2", "--device", "h100", "--html", str(file)]) == 0
+    assert f"wrote {file}" in capsys.readouterr().out
+    memory, step = bars(file.read_text())
+    assert memory[-1][0] == "free"
+    assert step[0][0] == "products"
