@@ -94,6 +94,8 @@ def replacing(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
     """
     if not path.name:  # "." and "/"
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.parent.exists():  # open() would name the temporary file
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     temporary = path.with_name(f".{path.name}{writer and f'.{writer}'}.tmp")
     temporary.unlink(missing_ok=True)
     try:
