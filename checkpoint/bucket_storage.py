@@ -25,7 +25,7 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from checkpoint.bucket import AT_ONCE, Bucket, BucketError
+from checkpoint.bucket import AT_ONCE, PROBE, Bucket, BucketError
 from checkpoint.bucket_launch import Claim, beginnings, claim_in
 from checkpoint.incarnation import FOLDER
 from checkpoint.manifest import (
@@ -92,6 +92,7 @@ class BucketStorage(FolderStorage):
         complete = {match[0] for key, match in found.items() if key == f"{match[0]}{MANIFEST_NAME}"}
         if self._claim:
             shutil.rmtree(self._root, ignore_errors=True)
+            self._bucket.delete(key for key in keys if key.startswith(PROBE))
             self._remove_leftovers([key for key, match in found.items() if match[0] not in complete], log)
         own = [key for key in keys if key not in found and not key.startswith(f"{FOLDER}/") and _is_safe(key)]
         list(self._bucket.pool.map(self._fetch_file, own))
