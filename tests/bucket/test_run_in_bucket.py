@@ -94,7 +94,11 @@ def test_runs_that_begin_at_one_in_a_bucket(server: Ceph, tmp_path: Path, monkey
 
     monkeypatch.chdir(d)
     assert fork.main([url, "--at", "10"]) == 0
-    launch(d, "", config=d / "runs/first-fork/config.toml")  # without the server
+    job = d / "runs/first-fork/config.toml"
+    there = "--job.output_dir s3://keel/fork --checkpoint.load runs/first-fork"
+    launch(d, there, config=job, env=server.environment)
+    assert curve(d / "runs/s3/keel/fork") == curve(tmp_path / "whole")[10:]
+    launch(d, "", config=job)  # without the server
     assert curve(d / "runs/first-fork") == curve(tmp_path / "whole")
     assert_same_tensors(tensors(d / "runs/first-fork"), tensors(tmp_path / "whole"))
     for first, second, file in ((url, "s3://keel/second", "there"), (tmp_path / "whole", tmp_path / "second", "here")):
