@@ -1,10 +1,12 @@
 """Kill -9 at any moment, of a run in a bucket: python -m tests.bucket.kill [--kills 100] [--seed 0] [--steps 60]
 
 Two ranks of a torchrun that starts them again train, and save every few steps. Again and again something is killed,
-mostly while a save is on its way: ranks, torchrun, the server's gateway, which comes back, or several at once. After
-torchrun has died, another one goes on, half of the times on a host with an empty disk. A run that has come to its end
-must have the weights, the optimizer state and the curve of an undisturbed run on a disk, bit for bit, and the bucket
-must have nothing but what belongs to it. A launch takes another for dead sooner than it does otherwise (`hurry`).
+mostly while a save is on its way: ranks, the host with torchrun and all ranks, the server's gateway, which comes back,
+or several at once. After a host, another one goes on, half of the times with an empty disk.
+
+A run that has come to its end must have the weights, the optimizer state and the curve of an undisturbed run on a disk,
+bit for bit, and the bucket must have nothing but what belongs to it. A launch takes another for dead sooner than it does
+otherwise (`hurry`).
 """
 
 import argparse
@@ -30,7 +32,7 @@ from tests.preloaded import FIRST, Child, Server, state
 from tests.torture.kill import RANKS, assert_equal, told, wait_for_a_moment, wait_for_end, wait_until, words
 
 STEPS = 60
-KINDS = ("rank 0", "rank 1", "ranks", "torchrun", "server", "server and rank 0")
+KINDS = ("rank 0", "rank 1", "ranks", "host", "server", "server and rank 0")
 PATIENCE_SECONDS = 300
 OWN = ("config.toml", "metrics.jsonl", "run.log", "status.json", "checkpoints", "incarnations", "crashes", "hangs")
 """What the folder of a run in a bucket may have."""
@@ -58,6 +60,7 @@ def torture(ceph: Ceph, folder: Path, kills: int, seed: int = 0, steps: int = ST
             url = f"s3://keel/kills-{seed}-{done['runs']}"
             run = _Run(server, ceph, folder, url, steps)
             _train(run, dice, done, kills)
+            run.wait_for_server()
             _check(url, folder, steps)
             done["runs"] += 1
             print(dict(done), flush=True)
@@ -75,12 +78,24 @@ class _Run:
         """With the folders of its hosts."""
         self.place = place
         self.hosts = 0
+        self._repair: threading.Thread | None = None
 
     def launch(self, host: Path) -> Child:
         host.mkdir(parents=True, exist_ok=True)
         options = f"--standalone --nproc-per-node {RANKS} --max-restarts 10000 --monitor-interval 0.05"
         environment = self.ceph.environment | {FIRST: "tests.bucket.kill:hurry"}
         return self.server.torchrun(options, self._words, host, Path(f"{self.folder}.out"), environment)
+
+    def kill_server(self, seconds: float) -> None:
+        """Kill the gateway, and start it again after so long."""
+        self.wait_for_server()
+        self.ceph.kill_gateway()
+        self._repair = threading.Timer(seconds, self.ceph.start_gateway)
+        self._repair.start()
+
+    def wait_for_server(self) -> None:
+        if self._repair:
+            self._repair.join()
 
     def wait_for_ranks(self, agent: Child) -> None:
         """Wait until torchrun has started all of them, or has ended."""
@@ -120,18 +135,17 @@ def _train(run: _Run, dice: random.Random, done: Counter[str], kills: int) -> No
 
 def _kill(kind: str, run: _Run, agent: Child, dice: random.Random) -> None:
     ranks = run.server.ranks()
-    victims = {"rank 0": [0], "rank 1": [1], "ranks": [0, 1], "server and rank 0": [0]}.get(kind, [])
+    victims = {"rank 0": [0], "rank 1": [1], "ranks": [0, 1], "server and rank 0": [0], "host": [0, 1]}.get(kind, [])
     if "server" in kind:
-        run.ceph.kill_gateway()
-        threading.Timer(dice.uniform(0, 5), run.ceph.start_gateway).start()
+        run.kill_server(dice.uniform(0, 5))
+    if kind == "host":
+        agent.kill()
+        agent.wait(PATIENCE_SECONDS)
     for victim in victims:
         if victim in ranks and state(ranks[victim]) not in ("", "Z"):
             os.kill(ranks[victim], signal.SIGKILL)
     if victims:
         wait_for_end(ranks.values())
-    if kind == "torchrun":
-        agent.kill()
-        agent.wait(PATIENCE_SECONDS)
     time.sleep(dice.choice([0, 0, 0.1]))
 
 
