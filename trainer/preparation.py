@@ -50,7 +50,8 @@ def require_inputs(job: LoadedConfig) -> None:
     """
     config = job.config
     choose_sinks(config.metrics, config.job.folder)
-    load, init_from = config.checkpoint.load, config.checkpoint.init_from
+    load = config.checkpoint.load
+    init_from = config.checkpoint.init_from
     if is_url(str(load)) and (config.checkpoint.go_back or not steps_in(config.job.folder / "checkpoints")):
         local_copy(str(load))
     choice = _choice(config)

@@ -5,7 +5,7 @@ mostly while a save is on its way: ranks, the host with torchrun and all ranks, 
 or several at once. After a host, another one goes on, half of the times with an empty disk.
 
 A run that has come to its end must have the weights, the optimizer state and the curve of an undisturbed run on a disk,
-bit for bit, and the bucket must have nothing but what belongs to it. A launch takes another for dead sooner than it does
+bit for bit, and the bucket must have nothing but what belongs to it. A launch takes another for dead sooner than
 otherwise (`hurry`).
 """
 
