@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -23,7 +24,8 @@ from configs.errors import OutageError, UserError
 AT_ONCE = 4
 """Requests with much data at the same time."""
 _PAUSE_SECONDS = 1.0
-_PROBE = ".probe-"
+PROBE = ".probe-"
+"""How the key of an object begins that is there only for a moment."""
 Result = TypeVar("Result")
 
 
@@ -209,9 +211,10 @@ class Bucket:
         Raises:
             BucketError: what is wrong, and what to do.
         """
-        key = f"{_PROBE}{uuid4().hex}"
+        key = f"{PROBE}{uuid4().hex}"
         self.create(key, b"")
-        self.get(key)
+        with suppress(FileNotFoundError):  # another launch, which has taken the run, has removed it
+            self.get(key)
         self.list(f"{key}/")
         self.delete([key])
 

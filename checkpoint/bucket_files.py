@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpoint.bucket import Bucket, BucketError, Patience, Stored
 from configs.errors import UserError
 from configs.files import replacing
-from configs.places import COPIES, is_url, local_folder, url_fault
+from configs.places import is_url, standing_for, url_fault
 
 Progress = Callable[[int, int | None, str], None]
 UNFINISHED = ".unfinished"
@@ -31,7 +31,7 @@ def copy_of(url: str) -> Path:
     """
     if fault := url_fault(url):
         raise UserError(f"{url}: {fault}")
-    return COPIES.absolute().joinpath(*local_folder(url).parts[1:])
+    return standing_for(url).absolute()
 
 
 def local_file(name: str | Path) -> Path:

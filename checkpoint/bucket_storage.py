@@ -17,7 +17,7 @@ import re
 import shutil
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +25,8 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from checkpoint.bucket import AT_ONCE, Bucket, BucketError
-from checkpoint.bucket_launch import Claim, beginnings
+from checkpoint.bucket import AT_ONCE, PROBE, Bucket, BucketError
+from checkpoint.bucket_launch import Claim, beginnings, claim_in
 from checkpoint.incarnation import FOLDER
 from checkpoint.manifest import (
     INDEX_NAME,
@@ -43,7 +43,7 @@ from checkpoint.manifest import (
 from checkpoint.storage import FolderStorage, HashedFile
 from configs.errors import UserError
 from configs.files import replacing, write_atomically
-from configs.places import COPIES, local_folder, url_fault
+from configs.places import standing_for, url_fault
 from configs.untrusted import parse_json
 
 PART_BYTES = 8 << 20
@@ -74,6 +74,8 @@ class BucketStorage(FolderStorage):
         """Size and time of each file of the run's folder that the bucket has."""
         self._begun: set[str] = set()
         """The prefixes at which this launch has begun a checkpoint."""
+        self._left: set[str] = set()
+        """The prefixes of checkpoints that are no longer the run's."""
 
     @property
     def claim(self) -> Claim:
@@ -90,10 +92,12 @@ class BucketStorage(FolderStorage):
         complete = {match[0] for key, match in found.items() if key == f"{match[0]}{MANIFEST_NAME}"}
         if self._claim:
             shutil.rmtree(self._root, ignore_errors=True)
+            self._bucket.delete(key for key in keys if key.startswith(PROBE))
             self._remove_leftovers([key for key, match in found.items() if match[0] not in complete], log)
         own = [key for key in keys if key not in found and not key.startswith(f"{FOLDER}/") and _is_safe(key)]
         list(self._bucket.pool.map(self._fetch_file, own))
         places = _of_the_line(complete, beginnings(self._bucket))
+        self._left = complete - set(places.values())
         for step in set(steps_in(self._root)) - places.keys():
             shutil.rmtree(step_folder(self._root, step))
         for step, place in places.items():
@@ -124,6 +128,7 @@ class BucketStorage(FolderStorage):
             if (checkpoint / MANIFEST_NAME).read_bytes() == manifest:
                 return
         shutil.rmtree(checkpoint, ignore_errors=True)
+        _place_file(checkpoint).unlink(missing_ok=True)
         checkpoint.mkdir(parents=True)
         for name in _DESCRIBING:
             with suppress(FileNotFoundError):
@@ -136,24 +141,26 @@ class BucketStorage(FolderStorage):
 
     def _make_placeholders(self, folder: Path, checkpoint: Path, sizes: Mapping[str, int]) -> None:
         """Make the placeholders of a checkpoint in `folder`, and record where their content is."""
-        text = json.dumps({"url": self._bucket.url, "place": self._places[checkpoint]})
-        write_atomically(place_file(checkpoint), [text])
+        told = {"url": self._bucket.url, "place": self._places[checkpoint], "has_content": False}
+        if (place_told(checkpoint) or {}) | {"has_content": False} != told:
+            write_atomically(_place_file(checkpoint), [json.dumps(told)])
         for name, size in sizes.items():
-            with (folder / name).open("ab") as file:
-                file.truncate(0)
-                file.truncate(size)
+            if not (folder / name).exists() or (folder / name).stat().st_size != size:
+                (folder / name).unlink(missing_ok=True)  # a fork may have it as well
+                with (folder / name).open("ab") as file:
+                    file.truncate(size)
 
-    def fill(self, checkpoint: Path, place: str) -> None:
-        """Bring the content of all files of a checkpoint, which is at the prefix `place`, to this host.
+    def fill(self, checkpoint: Path, told: Mapping[str, Any]) -> None:
+        """Bring the content of all files of a checkpoint, which is at a place as `place_told`, to this host.
 
         Raises:
             Damaged: a file is not as it was written.
         """
-        self._places[checkpoint] = place
+        self._places[checkpoint] = told["place"]
         for name, entry in read_manifest(checkpoint).files.items():
             if super().damage(checkpoint, name, entry):
                 self._bring_file(checkpoint, name, entry)
-        place_file(checkpoint).unlink()
+        write_atomically(_place_file(checkpoint), [json.dumps({**told, "has_content": True})])
 
     def push(self) -> None:
         """Put the files of the local run folder that have changed, but for the checkpoints.
@@ -224,12 +231,12 @@ class BucketStorage(FolderStorage):
             return super().open(file)
         return cast(IO[bytes], _Download(self._bucket, f"{self._key(file.parent)}{file.name}", file))
 
-    def place(self, checkpoint: Path) -> str:
-        return self._places.get(checkpoint, "")
-
     def bring(self, checkpoint: Path, place: str, files: Mapping[str, FileEntry]) -> None:
-        if not place:
-            return
+        """Let what describes a checkpoint, which is at the prefix `place`, be read from this host's disk.
+
+        Raises:
+            Damaged: a file is not as it was written.
+        """
         self._places[checkpoint] = place
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -264,11 +271,18 @@ class BucketStorage(FolderStorage):
         """A bucket has no size."""
 
     def remove(self, checkpoint: Path) -> None:
-        super().remove(checkpoint)
-        place = self._places.pop(checkpoint)
-        place_file(checkpoint).unlink(missing_ok=True)
+        if checkpoint.exists():
+            super().remove(checkpoint)
+        place = self._key(checkpoint)
+        self._places.pop(checkpoint, None)
+        _place_file(checkpoint).unlink(missing_ok=True)
         self._bucket.delete([f"{place}{MANIFEST_NAME}"])
         self._bucket.delete(self._bucket.list(place))
+
+    def abandoned(self, root: Path) -> Sequence[Path]:
+        """The same, as `fetch` has found it: checkpoints that have no folder here."""
+        names = [f"{match[1]}.of-{match[2]}.{match[3]}" for match in map(_ATTEMPT.fullmatch, self._left) if match]
+        return [root / f"step-{name}" for name in sorted(names)]
 
     def _key(self, folder: Path) -> str:
         """The prefix of a checkpoint's keys: where it is, or where its files are put until it is committed."""
@@ -278,9 +292,38 @@ class BucketStorage(FolderStorage):
         return f"checkpoints/{step}/of-{launch}/"
 
 
-def place_file(checkpoint: Path) -> Path:
-    """The file beside a local checkpoint whose tensors are placeholders: where their content is."""
+def place_told(checkpoint: Path) -> dict[str, Any] | None:
+    """Where the content of a local checkpoint is: `url`, `place` there, and whether it `has_content` here as well.
+
+    None if it is in no bucket.
+    """
+    try:
+        return dict(parse_json(_place_file(checkpoint).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _place_file(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.place")
+
+
+def storage_of(checkpoint: Path, files: Mapping[str, FileEntry], told: Mapping[str, Any] | None) -> FolderStorage:
+    """Where a checkpoint, of this or another run, can be read on this host.
+
+    Args:
+        checkpoint: its folder on the first rank's host.
+        files: those of its manifest.
+        told: what `place_told` is there.
+
+    Raises:
+        Damaged: what describes it is not as it was written.
+        BucketError: it can't be read.
+    """
+    if not told:
+        return FolderStorage()
+    storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent)
+    storage.bring(checkpoint, told["place"], files)
+    return storage
 
 
 def local_copy(name: str) -> Path:
@@ -294,7 +337,7 @@ def local_copy(name: str) -> Path:
     if fault := url_fault(name):
         raise UserError(f"{name}: {fault}")
     place, slash, inside = name.rstrip("/").partition("/checkpoints")
-    folder = COPIES.joinpath(*local_folder(place).parts[1:])
+    folder = standing_for(place)
     try:
         bucket = Bucket(place)
         keys = bucket.list()
@@ -309,19 +352,39 @@ def local_copy(name: str) -> Path:
     return found
 
 
+@contextmanager
+def taken(url: str, warn: Callable[[str], None]) -> Iterator[BucketStorage]:
+    """A run in a bucket, for a command that changes it: no launch has it meanwhile. Its copy is `standing_for(url)`.
+
+    Raises:
+        UserError: it is in use, or the bucket refuses.
+    """
+    folder = standing_for(url)
+    bucket = Bucket(url)
+    try:
+        claim = claim_in(bucket, folder, {}, warn)
+        claim.beat(lambda: None)
+        try:
+            storage = BucketStorage(bucket, folder)
+            storage.fetch()
+            yield storage
+        finally:
+            claim.end()
+    except BucketError as error:
+        raise error.for_user() from None
+
+
 def with_tensors(checkpoint: Path) -> Path:
     """The same checkpoint; if its tensors are placeholders, their content is brought first.
 
     Raises:
         UserError: it can't be read, or is damaged.
     """
-    try:
-        told = parse_json(place_file(checkpoint).read_text())
-    except FileNotFoundError:
+    told = place_told(checkpoint)
+    if told is None or told.get("has_content"):
         return checkpoint
     try:
-        storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent)
-        storage.fill(checkpoint, told["place"])
+        BucketStorage(Bucket(told["url"]), checkpoint.parent.parent).fill(checkpoint, told)
     except BucketError as error:
         raise error.for_user() from None
     return checkpoint

@@ -29,10 +29,12 @@ _SUFFIXES = (".model", ".json")
 def find_checkpoint(source: Path, step: int | None = None) -> Path:
     """The checkpoint that `source` names: itself, or a run's checkpoint of `step`, or its newest.
 
+    Of a copy of what is in object storage, its tensors may be placeholders (`with_tensors`).
+
     Raises:
         UserError: there is none.
     """
-    found = find_model(source, step, may_be_hf=False)
+    found = _find(source, step, may_be_hf=False)
     if not (found / MANIFEST_NAME).exists():
         raise UserError(f"{whole(source)} is a Hugging Face folder, not a checkpoint; keel import makes one of it")
     return found
@@ -46,22 +48,21 @@ def newest_of(folder: Path) -> Path:
         return folder
 
 
-def find_model(source: Path, step: int | None = None, may_be_hf: bool = True) -> Path:
+def find_model(source: Path, step: int | None = None) -> Path:
     """The checkpoint or Hugging Face folder that `source` names; of a run, the checkpoint of `step`, or the newest.
-
-    Args:
-        source: a folder.
-        step: which of a run's checkpoints.
-        may_be_hf: whether the error is to mention Hugging Face folders.
 
     Raises:
         UserError: there is none.
     """
+    return with_tensors(_find(source, step, may_be_hf=True))
+
+
+def _find(source: Path, step: int | None, may_be_hf: bool) -> Path:
     is_model = (source / MANIFEST_NAME).exists() or (source / HF_CONFIG_NAME).exists()
     if is_model and step is not None:
         raise UserError(f"{source} is one checkpoint, so --step {step} has no meaning; leave it out, or name the run")
     if is_model:
-        return with_tensors(source)
+        return source
     if not source.is_dir():
         what = "not a folder" if source.exists() else "no such folder"
         kinds = ", a checkpoint or a Hugging Face folder" if may_be_hf else " or a checkpoint"
@@ -78,7 +79,7 @@ def find_model(source: Path, step: int | None = None, may_be_hf: bool = True) ->
         )
     if step is not None and step not in steps:
         raise UserError(f"{whole(source)} has no checkpoint of step {step}; it has {listed([*map(str, steps)], ', ')}")
-    return with_tensors(step_folder(root, steps[-1] if step is None else step))
+    return step_folder(root, steps[-1] if step is None else step)
 
 
 def require_run(folder: Path) -> None:

@@ -17,6 +17,7 @@ from checkpoint.manifest import step_folder, steps_in
 from checkpoint.storage import remove_unfinished
 from configs.errors import ConfigError, UserError
 from configs.files import synced, whole
+from configs.places import standing_for
 from configs.schema import Checkpoint
 
 
@@ -74,7 +75,7 @@ def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
     """Return the checkpoint that a run begins from, and its step; None if unknown or an import, which has no run."""
     if isinstance(load, int):
         return step_folder(root, load), load
-    folder = Path(load)
+    folder = standing_for(load)
     newest = newest_of(folder)
     if newest != folder:
         return newest, 0

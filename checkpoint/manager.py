@@ -112,7 +112,7 @@ class CheckpointManager:
         # Its own process group: the thread that writes must not share one with the main thread, or collectives would
         # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
-        self._reader = Reader(folder, self._storage, settings, self._run, self._log, self._group)
+        self._reader = Reader(folder, settings, self._run, self._log, self._group)
         self._stager = Stager(self._log.warning)
         self._plans = Plans()
         self._mode = settings.mode

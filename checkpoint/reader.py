@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
+from checkpoint.bucket_storage import place_told, storage_of
 from checkpoint.compare import shape_differences
 from checkpoint.find import find_checkpoint
 from checkpoint.index import metadata_of, read_index, read_metadata
@@ -26,6 +27,7 @@ from checkpoint.shards import State, shards_of
 from checkpoint.storage import Storage
 from checkpoint.verify import content_damages
 from configs.errors import ConfigError, listed
+from configs.places import standing_for
 from configs.run_change import function_diff
 from configs.run_stages import trained_diff
 from configs.schema import Checkpoint
@@ -88,7 +90,6 @@ class Reader:
 
     folder: Path
     """The run's `checkpoints/`."""
-    storage: Storage
     settings: Checkpoint
     run: Description
     """The run of this launch."""
@@ -189,7 +190,7 @@ class Reader:
             except Damaged as error:
                 self._pass_over(error)
         if self._found is None and self.settings.init_from is not None:
-            self.initial = self._find_initial(Path(self.settings.init_from))
+            self.initial = self._find_initial(standing_for(self.settings.init_from))
 
     def _pass_over(self, error: Damaged) -> None:
         """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise."""
@@ -209,8 +210,7 @@ class Reader:
         return replace(found, changes=self._changes(found))
 
     def _load(self, found: Found, state: State) -> None:
-        self._verify(found)
-        self._fill(found, state, _may_resume_from)
+        self._fill(self._verified(found), found, state, _may_resume_from)
 
     def _find_initial(self, folder: Path) -> Found:
         """Read what describes the checkpoint whose weights are to be the initial ones."""
@@ -230,20 +230,22 @@ class Reader:
         if found is None:
             self.log.line(f"starting from random weights ({self._reason})")
             return
-        self._verify(found)
+        storage = self._verified(found)
         weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
-        self._fill(found, weights, lambda name, saved: saved.is_floating_point)
+        self._fill(storage, found, weights, lambda name, saved: saved.is_floating_point)
         self.log.line(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
 
-    def _verify(self, found: Found) -> None:
-        """Look whether every file is as it was written, and bring what describes the checkpoint to this host."""
+    def _verified(self, found: Found) -> Storage:
+        """Where the checkpoint is, once what describes it is on each host, and every file is as it was written."""
         files = found.manifest.files
         started = time.perf_counter()
-        place = on_rank_zero(self.group, lambda: self.storage.place(found.folder))
-        on_each_rank(self.group, lambda: self.storage.bring(found.folder, place, files))
-        if problems := content_damages(self.storage, found.folder, files, self.group):
+        told = on_rank_zero(self.group, lambda: place_told(found.folder))
+        opened: list[Storage] = []
+        on_each_rank(self.group, lambda: opened.append(storage_of(found.folder, files, told)))
+        if problems := content_damages(opened[0], found.folder, files, self.group):
             raise damaged(found.folder, "; ".join(problems))
         self.log.line(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
+        return opened[0]
 
     def _changes(self, found: Found) -> list[RunChange]:
         """Return what of the run has changed since the checkpoint.
@@ -282,7 +284,9 @@ class Reader:
             lines = "; ".join(f"{name} {change}" for name, change in changes.items())
             say(f"from here on, the bits of this run {verb} differ from those of an uninterrupted one: {lines}")
 
-    def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
+    def _fill(
+        self, storage: Storage, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]
+    ) -> None:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 
         The average of the weights is left out where only one side has it, as job.allow_run_change allows.
@@ -295,7 +299,7 @@ class Reader:
         shards = shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))
         started = time.perf_counter()
-        store.read(self.storage, found.folder, found.metadata, shards, self.group)
+        store.read(storage, found.folder, found.metadata, shards, self.group)
         self.log.line(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
 
     def _require_none(self, found: Found, differences: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ removes. Nothing ever writes to a folder that has its final name.
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -91,16 +91,6 @@ class Storage(Protocol):
     def open(self, file: Path) -> IO[bytes]:
         """Open a file for reading at any position."""
 
-    def place(self, checkpoint: Path) -> str:
-        """Where a checkpoint is, as the process that commits knows it; the others pass it to `bring`."""
-
-    def bring(self, checkpoint: Path, place: str, files: Mapping[str, FileEntry]) -> None:
-        """Let what describes a checkpoint be read from this host's disk; every rank calls it before it reads tensors.
-
-        Raises:
-            Damaged: a file is not as it was written.
-        """
-
     def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
         """Describe what is wrong with a file, before its tensors are read or after they were put; None: nothing."""
 
@@ -148,12 +138,6 @@ class FolderStorage:
     def open(self, file: Path) -> IO[bytes]:
         return file.open("rb")
 
-    def place(self, checkpoint: Path) -> str:
-        return str(checkpoint)
-
-    def bring(self, checkpoint: Path, place: str, files: Mapping[str, FileEntry]) -> None:
-        """Nothing: all ranks see the folder."""
-
     def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
         """Read the whole file, and compare its hash."""
         return content_damage(checkpoint, name, entry)
@@ -170,6 +154,10 @@ class FolderStorage:
             doomed = checkpoint.with_name(checkpoint.name + _REMOVED)
             checkpoint.rename(doomed)
             _remove_tree(doomed)
+
+    def abandoned(self, root: Path) -> Sequence[Path]:
+        """What `remove` can remove of steps that the run has gone back from."""
+        return sorted(root.glob("abandoned-*"))
 
 
 def commit(

@@ -130,5 +130,5 @@ def _commands(config: Config) -> Iterator[Missing]:
 
 
 def _folder(key: str, path: str, otherwise: str) -> Iterator[Missing]:
-    if not Path(path).is_dir():
+    if not is_url(path) and not Path(path).is_dir():
         yield key, f'is "{path}": {otherwise}: {whole(path)}'

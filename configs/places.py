@@ -24,6 +24,15 @@ def url_fault(name: str) -> str | None:
     return None if found[3] else "it names a whole bucket; add a name in it, as in s3://bucket/run"
 
 
+def standing_for(name: str | Path) -> Path:
+    """The path on this host of what a config or a command names; of a place in object storage, where its copy is.
+
+    Raises:
+        ValueError: as in `local_folder`.
+    """
+    return COPIES.joinpath(*local_folder(str(name)).parts[1:]) if is_url(name) else Path(name)
+
+
 def local_folder(url: str) -> Path:
     """The folder on this host that stands for a place in object storage: runs/s3/bucket/run for s3://bucket/run.
 

@@ -518,7 +518,7 @@ class Checkpoint(Table):
     load: str | int = "latest"
     """latest: resume from the newest checkpoint, if any; none: start from scratch; or a step or a checkpoint folder to
     begin from (a run with a later checkpoint resumes from that one), or a run folder, for its newest checkpoint (a run
-    with checkpoints of its own resumes from those)."""
+    with checkpoints of its own resumes from those). Folders may be in object storage (docs/buckets.md)."""
     go_back: NonNegativeInt = 0
     """1: go back to load (a step or a folder) although the run has later checkpoints, only once even if the command is
     repeated; 2 to go back another time, and so on."""
@@ -526,7 +526,7 @@ class Checkpoint(Table):
         str | None, only_with("load", "latest", "none", reason="which the run begins from instead")
     ] = None
     """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
-    folder, the newest checkpoint. With architecture = "hf" also a Hugging Face folder."""
+    folder, the newest checkpoint. May be in object storage. With architecture = "hf" also a Hugging Face folder."""
     keep_last: NonNegativeInt = 0
     """Keep this many of the newest checkpoints and remove older ones; 0: keep all."""
     keep_every: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0

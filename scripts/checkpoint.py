@@ -15,6 +15,7 @@ folders, for their newest. No command runs code from a checkpoint, so checkpoint
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -22,15 +23,16 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint import manifest as manifests
-from checkpoint.bucket_storage import with_tensors
-from checkpoint.find import find_checkpoint
+from checkpoint.bucket_storage import local_copy, taken, with_tensors
+from checkpoint.find import find_checkpoint, require_run
 from checkpoint.folder import to_be_pruned
 from checkpoint.lock import BeingRead, lock
-from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
+from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, damaged, read_manifest, step_folder, steps_in
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 from configs.files import whole
 from configs.layout import named_axes
+from configs.places import is_url, standing_for
 from configs.reading.keys import flat
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
@@ -95,18 +97,18 @@ def verify(options: argparse.Namespace, console: Console) -> int:
         raise UserError(f"{whole(options.path)} is not a checkpoint and contains none")
     from checkpoint.verify import check
 
-    damaged = 0
+    n_damaged = 0
     for folder in folders:
         started = time.perf_counter()
         try:
             manifest = check(with_tensors(folder))
         except UserError as error:
-            damaged += 1
+            n_damaged += 1
             console.error(str(error))
             continue
         spent = duration(time.perf_counter() - started)
         console.line(f"{folder}: {_size(manifest)} in {len(manifest.files)} files verified ({spent})")
-    return 1 if damaged else 0
+    return 1 if n_damaged else 0
 
 
 def diff(options: argparse.Namespace, console: Console) -> int:
@@ -136,23 +138,40 @@ def diff(options: argparse.Namespace, console: Console) -> int:
 
 def prune(options: argparse.Namespace, console: Console) -> int:
     """Remove checkpoints, if no run is using the folder and the newest checkpoint is undamaged."""
-    root = _root(options.folder)
-    from checkpoint.verify import check
+    with _taken(options.folder, console) as (root, storage):
+        return _prune(options, root, storage, console)
 
+
+@contextmanager
+def _taken(name: str, console: Console) -> Iterator[tuple[Path, FolderStorage]]:
+    """The folder of a run's checkpoints, and where they are; no launch has the run meanwhile."""
+    if is_url(name):
+        require_run(local_copy(name))
+        with taken(name, console.warning) as storage:
+            yield standing_for(name) / "checkpoints", storage
+        return
+    root = _root(Path(name))
     try:
         lock(root.parent, console.warning)
     except OSError as error:
         raise UserError(f"{root.parent} can't be written: {error}") from None
+    yield root, FolderStorage()
+
+
+def _prune(options: argparse.Namespace, root: Path, storage: FolderStorage, console: Console) -> int:
     settings = Checkpoint(keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best)
     doomed = to_be_pruned(root, settings)
     if options.abandoned:
-        doomed += sorted(root.glob("abandoned-*"))
+        doomed += storage.abandoned(root)
     if doomed and not options.dry_run:
-        check(step_folder(root, (steps_in(root) or [0])[-1]))
+        newest = step_folder(root, (steps_in(root) or [0])[-1])
+        files = read_manifest(newest).files.items()
+        if damages := [damage for name, entry in files if (damage := storage.damage(newest, name, entry))]:
+            raise damaged(newest, "; ".join(damages))
     for folder in doomed:
         try:
             if not options.dry_run:
-                FolderStorage().remove(folder)
+                storage.remove(folder)
         except BeingRead as error:
             console.warning(str(error))
             continue
@@ -213,7 +232,7 @@ def _last(folder: Path, n: int | None) -> list[Path]:
         UserError: there are not as many.
     """
     if n is None:
-        return [find_checkpoint(folder)]
+        return [with_tensors(find_checkpoint(folder))]
     root = _root(folder)
     found = [with_tensors(folder) for folder in list(_checkpoints(root))[-n:]]
     if len(found) < n:
@@ -281,7 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         for path in paths:
             child.add_argument(
                 path,
-                type=folder_argument if function is prune or path == "output" else place_argument,
+                type=str if function is prune else folder_argument if path == "output" else place_argument,
                 metavar=path.upper(),
             )
         return child
@@ -297,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     averaged.add_argument(
         "checkpoint", type=place_argument, nargs="+", metavar="CHECKPOINT", help="run folders or checkpoints"
     )
-    averaged.add_argument("output", type=Path, metavar="OUTPUT")
+    averaged.add_argument("output", type=folder_argument, metavar="OUTPUT")
     averaged.add_argument("--last", type=positive, metavar="N", help="of each run folder, the newest N checkpoints")
     command("metadata", metadata, "checkpoint", "output")
     pruned = command("prune", prune, "folder")

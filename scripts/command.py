@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from checkpoint.bucket_storage import local_copy
+from checkpoint.bucket_storage import local_copy, with_tensors
 from checkpoint.find import find_checkpoint
 from configs.errors import ConfigError, KeelError, UserError, files_that_fail
 from configs.files import FULL, whole
@@ -143,9 +143,9 @@ def place_argument(text: str) -> Path:
 
 
 def folder_argument(text: str) -> Path:
-    """A folder on a disk, of a command that changes it, as the type of an argument."""
+    """A folder on a disk, where a command writes, as the type of an argument."""
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text}: this command works on folders of this host's disks only")
+        raise argparse.ArgumentTypeError(f"{text}: this command writes into folders of this host's disks only")
     return Path(text)
 
 
@@ -155,7 +155,7 @@ def checkpoint_in(source: Path, console: Console) -> Path:
     Raises:
         UserError: there is none.
     """
-    found = find_checkpoint(source)
+    found = with_tensors(find_checkpoint(source))
     if found != source:
         console.line(f"taking {found}, the newest checkpoint of {source}")
     return found

@@ -23,7 +23,7 @@ if not __package__:  # run as a file
 
 from checkpoint.find import require_run
 from configs.errors import UserError
-from scripts.command import end, not_negative, parser_of, positive, run_command
+from scripts.command import end, not_negative, parser_of, place_argument, positive, run_command
 from trainer.report.console import Console
 from trainer.report.units import count
 
@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (step, find, ledger):
         one = commands.add_parser(command.__name__, description=command.__doc__)
         one.set_defaults(command=command)
-        one.add_argument("run", type=Path, metavar="RUN", help="run folder")
+        one.add_argument("run", type=place_argument, metavar="RUN", help="run folder")
         one.add_argument("--json", action="store_true", help="print a JSON object per line")
         if command is step:
             one.add_argument("step", type=not_negative, metavar="STEP", help="step, numbered from 1")

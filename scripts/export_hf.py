@@ -20,7 +20,7 @@ if not __package__:  # run as a file
 
 from checkpoint.find import tokenizer_of
 from configs.errors import UserError
-from scripts.command import checkpoint_in, end, parser_of, place_argument, run_command
+from scripts.command import checkpoint_in, end, folder_argument, parser_of, place_argument, run_command
 from trainer.report.console import Console
 from trainer.report.units import parse_size
 
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("checkpoint", type=place_argument, metavar="CHECKPOINT", help="run folder or checkpoint")
-    add("output", type=Path, metavar="OUTPUT", help="folder to create")
+    add("output", type=folder_argument, metavar="OUTPUT", help="folder to create")
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
     add(
         "--max-shard-size",

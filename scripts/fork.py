@@ -17,14 +17,24 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.bucket_storage import with_tensors
 from checkpoint.find import find_checkpoint, keep_tokenizer, require_run, tokenizer_of
 from checkpoint.manifest import UNFINISHED, Manifest, read_manifest, read_trainer_state, step_folder, steps_in
 from configs.errors import ConfigError, UserError, listed
 from configs.files import write_atomically
 from configs.load import LoadedConfig, load
+from configs.places import COPIES
 from configs.reading.toml_text import value_text
 from configs.run_stages import later_diff, stage_of
-from scripts.command import end, parser_of, positive, run_command, without_overrides
+from scripts.command import (
+    end,
+    folder_argument,
+    parser_of,
+    place_argument,
+    positive,
+    run_command,
+    without_overrides,
+)
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, cut_back
 from trainer.report.units import count
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Console) -> None:
     run: Path = options.run
-    output: Path = options.output or run.with_name(f"{run.name}-fork")
+    output: Path = options.output or (Path("runs") if COPIES in run.parents else run.parent) / f"{run.name}-fork"
     require_run(run)
     if output.exists():
         raise UserError(f"{output} exists; name another folder with --output")
@@ -158,7 +168,7 @@ def _write(
 
     folder.mkdir(parents=True)
     config = job.config.model_dump(mode="json")
-    fork_checkpoint(checkpoint, manifest, folder / "checkpoints", config, changes, trainer_state)
+    fork_checkpoint(with_tensors(checkpoint), manifest, folder / "checkpoints", config, changes, trainer_state)
     write_atomically(folder / "config.toml", [job.to_toml()])
     tokenizer = tokenizer_of(checkpoint)
     if tokenizer and tokenizer.is_file():
@@ -171,10 +181,10 @@ def _write(
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder")
+    add("run", type=place_argument, metavar="RUN", help="run folder")
     add("--at", type=positive, metavar="STEP", help="step of one of its checkpoints (default: the newest)")
     add("--at-tokens", type=positive, metavar="TOKENS", help="instead: the newest checkpoint of at most so many tokens")
-    add("--output", type=Path, metavar="FOLDER", help="folder of the new run (default: RUN-fork)")
+    add("--output", type=folder_argument, metavar="FOLDER", help="folder of the new run (default: RUN-fork)")
     add("--without", action="append", default=[], metavar="SOURCE", help="leave out a source of data; may be repeated")
     return parser
 

@@ -16,7 +16,7 @@ if not __package__:  # run as a file
 from checkpoint.find import HF_CONFIG_NAME
 from configs.errors import UserError
 from configs.files import whole
-from scripts.command import end, parser_of, run_command
+from scripts.command import end, folder_argument, parser_of, run_command
 from trainer.report.console import Console
 
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder of a Hugging Face model")
-    add("output", type=Path, metavar="OUTPUT", help="folder to create")
+    add("output", type=folder_argument, metavar="OUTPUT", help="folder to create")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),

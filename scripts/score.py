@@ -19,7 +19,7 @@ from checkpoint.find import find_checkpoint, require_run, tokenizer_of
 from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
 from configs.schema import Config, Mesh
-from scripts.command import end, parser_of, positive, without_overrides
+from scripts.command import end, folder_argument, parser_of, positive, without_overrides
 from scripts.launcher import run_ranks
 from trainer.lifecycle import tell_torchrun
 from trainer.report.console import Console
@@ -95,7 +95,7 @@ def with_tokenizer_of(checkpoint: Path, job: LoadedConfig) -> Config:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=folder_argument, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument(
         "--ranks", type=positive, default=1, metavar="N", help="ranks to start on this host (default: 1)"

@@ -1,6 +1,7 @@
-"""Runs a command that ends when the run ends, however that dies: python trainer/beside.py PROGRAM ARGUMENT ...
+"""Runs a command that ends when the run ends, however that dies: trainer/beside.py CHECKPOINT PROGRAM ARGUMENT ...
 
-The standard input is a pipe from the run, and the command belongs to this process's group. It is nicer than the run.
+The tensors of the checkpoint are brought first, if they are in object storage. The standard input is a pipe
+from the run, and the command belongs to this process's group. It is nicer than the run.
 """
 
 import os
@@ -8,6 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Keel, of which nothing else is imported
+
+from checkpoint.bucket_storage import with_tensors
+from configs.errors import UserError
 
 NICENESS = 10
 NOT_STARTED = 127
@@ -17,10 +24,16 @@ def main() -> int:
     """Run the command; returns its exit code, or 128 plus the number of the signal that ended it, as shells do."""
     os.nice(NICENESS)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
+    checkpoint, *words = sys.argv[1:]
     try:
-        code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
+        with_tensors(Path(checkpoint))
+    except (OSError, UserError) as error:
+        print(error, file=sys.stderr)
+        return NOT_STARTED
+    try:
+        code = subprocess.call(words, stdin=subprocess.DEVNULL)
     except OSError as error:
-        print(f"{sys.argv[1]} can't be started: {error.strerror}", file=sys.stderr)
+        print(f"{words[0]} can't be started: {error.strerror}", file=sys.stderr)
         return NOT_STARTED
     return code if code >= 0 else 128 - code
 

@@ -175,7 +175,7 @@ class Commands:
         kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCH}
         with output.with_suffix(LOG).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-I", beside.__file__, *words],
+                [sys.executable, "-I", beside.__file__, str(checkpoint), *words],
                 env={name: value for name, value in kept.items() if not name.startswith("TORCHELASTIC")}
                 | {"PATH": search_path(), "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.PIPE,

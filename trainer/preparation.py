@@ -8,15 +8,16 @@ from typing import Any
 import xxhash
 
 from checkpoint.bucket_files import local_file
+from checkpoint.bucket_storage import local_copy
 from checkpoint.find import HF_CONFIG_NAME, find_checkpoint, kept_tokenizer
 from checkpoint.folder import Choice, choose
-from checkpoint.manifest import MANIFEST_NAME, read_manifest
+from checkpoint.manifest import MANIFEST_NAME, read_manifest, steps_in
 from configs.errors import KeelError, UserError
 from configs.files import replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
-from configs.places import is_url
+from configs.places import is_url, standing_for
 from configs.schema import Config, HfModel, Prepare
 from trainer.data.place import place_of
 from trainer.data.text.bad_files import PATIENCE, BadFiles
@@ -49,14 +50,20 @@ def require_inputs(job: LoadedConfig) -> None:
     """
     config = job.config
     choose_sinks(config.metrics, config.job.folder)
+    load = config.checkpoint.load
+    init_from = config.checkpoint.init_from
+    if is_url(str(load)) and (config.checkpoint.go_back or not steps_in(config.job.folder / "checkpoints")):
+        local_copy(str(load))
     choice = _choice(config)
     if missing := missing_paths(job):
         raise UserError("\n".join(missing))
+    if is_url(init_from) and not choice.candidates:
+        local_copy(str(init_from))
     for source in [source for each in job.jobs for _, source in used_sources(each.config)]:
         if source.kind == "tokens" and is_url(source.path):
             place_of(str(source.path))  # one rank finds out, before all ask
-    if config.checkpoint.init_from and not choice.candidates and imported_to(config) is None:
-        read_manifest(find_checkpoint(Path(config.checkpoint.init_from)))
+    if init_from and not choice.candidates and imported_to(config) is None:
+        read_manifest(find_checkpoint(standing_for(init_from)))
 
 
 def _choice(config: Config) -> Choice:

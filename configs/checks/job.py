@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from configs.after_save import PLACEHOLDERS, unknown_placeholders, words_of
 from configs.checks.rule import Problem, Rule
 from configs.exportable import not_exportable
-from configs.places import COPIES, is_url, url_fault
+from configs.places import is_url, url_fault
 from configs.schema import AnyModel, Config
 from configs.untrusted import printable
 
@@ -25,12 +25,6 @@ def _job(config: Config, _: int | None) -> Iterator[Problem]:
         yield "job.output_dir", "output_dir has a NUL character, which no name of a folder can have"
     if is_url(config.job.output_dir) and (fault := url_fault(config.job.place)):
         yield "job.output_dir", fault
-    if is_url(config.job.output_dir) and config.checkpoint.after_save:
-        yield (
-            "checkpoint.after_save",
-            "commands after a save need a checkpoint on the local disk, and a run in object storage has none; leave "
-            "them out, and run the command elsewhere on the checkpoint's name",
-        )
     if config.job.output_dir is None and (name in ("", ".", "..") or "/" in name or "\0" in name):
         yield (
             "job.name",
@@ -43,11 +37,8 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     load = config.checkpoint.load
     validated = config.validation.interval
     for key, name in (("load", load), ("init_from", table.init_from)):
-        if is_url(str(name)):
-            yield (
-                f"checkpoint.{key}",
-                f"{key} names a folder; `keel checkpoint verify {name}` makes a copy in {COPIES}/, which can be named",
-            )
+        if is_url(str(name)) and (fault := url_fault(str(name))):
+            yield f"checkpoint.{key}", fault
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}; give a step of 0 or more"
     if table.go_back and load in ("latest", "none"):

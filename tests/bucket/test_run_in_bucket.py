@@ -1,5 +1,6 @@
 """Runs whose folder is in a bucket of a real S3 server, each launch with an empty disk."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from checkpoint.bucket import Bucket
 from checkpoint.bucket_launch import claim_in
 from checkpoint.manifest import MANIFEST_NAME
 from scripts import checkpoint as checkpoint_script
-from scripts import report, runs
+from scripts import compare, fork, report, runs
 from tests.bucket.ceph import ACCESS_KEY, SECRET_KEY, Ceph
 from tests.end_to_end.launch import (
     ENVIRONMENT,
@@ -71,6 +72,58 @@ def test_the_same_bits_as_on_a_disk_from_host_to_host(
     texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     texts += [first.out.encode(), first.err.encode()]
     assert not [text for text in texts if ACCESS_KEY.encode() in text or SECRET_KEY.encode() in text]
+
+
+def test_runs_that_begin_at_one_in_a_bucket(server: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In another place, whole or with its weights alone; forked; and compared with it. Each on a host of its own."""
+    a, b, c, d = (fresh(tmp_path, name) for name in "abcd")
+    url = "s3://keel/first"
+    launch(tmp_path, f"{WORDS} --job.output_dir whole")
+    launch(a, f"{WORDS} --job.output_dir {url}", env=server.environment)
+    second = f"{WORDS} --job.output_dir s3://keel/second --checkpoint.load {url}/checkpoints/step-00000010"
+    launch(b, second, ranks=2, env=server.environment)
+    second = f"{WORDS} --job.output_dir second --checkpoint.load whole/checkpoints/step-00000010"
+    launch(tmp_path, second, ranks=2)
+    assert curve(b / "runs/s3/keel/second") == curve(tmp_path / "second")
+    copied = b / "runs/copies/s3/keel/first/checkpoints/step-00000010/__0_0.distcp"
+    assert not copied.read_bytes().strip(b"\0")  # only the parts were read
+    outcome = launch(c, f"{WORDS} --checkpoint.init_from {url} --training.steps 1", env=server.environment)
+    assert "starting from the weights of runs/copies/s3/keel/first/checkpoints/step-00000020" in outcome.out
+    launch(tmp_path, f"{WORDS} --checkpoint.init_from whole --training.steps 1 --job.output_dir from_folder")
+    assert curve(c / "run") == curve(tmp_path / "from_folder")
+
+    monkeypatch.chdir(d)
+    assert fork.main([url, "--at", "10"]) == 0
+    job = d / "runs/first-fork/config.toml"
+    there = "--job.output_dir s3://keel/fork --checkpoint.load runs/first-fork"
+    launch(d, there, config=job, env=server.environment)
+    assert curve(d / "runs/s3/keel/fork") == curve(tmp_path / "whole")[10:]
+    launch(d, "", config=job)  # without the server
+    assert curve(d / "runs/first-fork") == curve(tmp_path / "whole")
+    assert_same_tensors(tensors(d / "runs/first-fork"), tensors(tmp_path / "whole"))
+    for first, second, file in ((url, "s3://keel/second", "there"), (tmp_path / "whole", tmp_path / "second", "here")):
+        scored = ["--validation.interval", "10", "--validation.sources", '[{name = "noise", kind = "synthetic"}]']
+        assert compare.main([str(first), str(second), "--json", file, *scored]) == 0
+    there, here = (json.loads((d / file).read_text())["configs"] for file in ("there", "here"))
+    assert [side["losses"] for side in there] == [side["losses"] for side in here]
+    assert checkpoint_script.main(["prune", url, "--keep-last", "1"]) == 0
+    assert not Bucket(url).list("checkpoints/step-00000010/")
+    assert checkpoint_script.main(["verify", url]) == 0
+
+
+def test_commands_after_a_save_find_the_tensors(server: Ceph, tmp_path: Path):
+    """Each export has the bits of a run on a disk."""
+    url = "s3://keel/after"
+    table = "[{name = 'export', command = 'keel export {checkpoint} {output}/hf', every = 10}]"
+    words = f'{WORDS} --checkpoint.keep_last 1 --checkpoint.after_save "{table}"'
+    launch(tmp_path, f"{words} --job.output_dir {url}", env=server.environment)
+    launch(tmp_path, f"{words} --job.output_dir whole")
+    run = tmp_path / "runs/s3/keel/after"
+    for step in (10, 20):
+        name = f"after_save/export/step-{step:08d}/hf/model.safetensors"
+        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    keys = Bucket(url).list()
+    assert "after_save/export/step-00000020.log" in keys
 
 
 def test_a_server_that_is_killed_and_comes_back_costs_the_run_nothing(server: Ceph, tmp_path: Path):

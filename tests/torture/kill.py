@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,7 +211,8 @@ def wait_for_a_moment(folder: Path, processes: Iterable[Child], dice: random.Ran
         assert time.monotonic() < deadline, "the run hangs"
         if ended := [process for process in processes if _has_ended(process)]:
             return ended
-        seen |= {path.name for path in checkpoints.glob("step-*.tmp") if path.is_dir()}
+        with suppress(FileNotFoundError):  # a launch of a run in a bucket makes the folder anew
+            seen |= {path.name for path in checkpoints.glob("step-*.tmp") if path.is_dir()}
         if moment is None and (len(seen) >= n_saves if wants_save else _changed(status, begun)):
             moment = time.monotonic() + (dice.uniform(0, 0.03) if wants_save else dice.uniform(0, 2))
         time.sleep(0.0005)

@@ -143,7 +143,7 @@ def test_full_disk_under_a_whole_run():
         with full_disk.small_disk(full_disk.RUN_DISK_BYTES, 1000) as disk:
             ended = full_disk.whole_run(disk)
             assert ended.code == 1
-            full_disk.assert_recorded(disk, ended)
+            full_disk.assert_recorded(disk / "run", ended)
     except PermissionError as error:
         pytest.skip(f"this process may not mount a disk: {error}")
 

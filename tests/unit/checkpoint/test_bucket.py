@@ -4,12 +4,17 @@ The real server is in tests/bucket; a stub here answers as no real one can be ma
 """
 
 import http.server
+import os
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import xxhash
 
 obstore = pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
 
@@ -18,17 +23,19 @@ from checkpoint import bucket_launch as launches  # noqa: E402
 from checkpoint import bucket_storage as storages  # noqa: E402
 from checkpoint.bucket import Bucket, BucketError, Patience  # noqa: E402
 from checkpoint.bucket_launch import Claim, claim_in  # noqa: E402
-from checkpoint.bucket_storage import BucketStorage, local_copy, with_tensors  # noqa: E402
+from checkpoint.bucket_storage import BucketStorage, local_copy, place_told, storage_of, with_tensors  # noqa: E402
 from checkpoint.incarnation import Superseded  # noqa: E402
 from checkpoint.lock import FolderInUse  # noqa: E402
 from checkpoint.manager import CheckpointManager  # noqa: E402
-from checkpoint.manifest import MANIFEST_NAME, step_folder, steps_in  # noqa: E402
+from checkpoint.manifest import MANIFEST_NAME, read_manifest, step_folder, steps_in  # noqa: E402
 from checkpoint.reader import Description, Log  # noqa: E402
 from checkpoint.verify import check  # noqa: E402
 from configs.errors import ConfigError, OutageError, UserError  # noqa: E402
 from configs.load import load  # noqa: E402
 from configs.places import local_folder, url_fault  # noqa: E402
 from configs.schema import Checkpoint  # noqa: E402
+from scripts import checkpoint as checkpoint_script  # noqa: E402
+from scripts.keel import main as keel_main  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
     CONFIG,
@@ -247,7 +254,7 @@ def test_steps_that_a_run_went_back_from_do_not_come_back(objects, tmp_path):
     ]
     third = Host(tmp_path / "c")
     assert third.begin() == 20
-    assert third.storage.place(step_folder(third.folder / "checkpoints", 20)).endswith("of-2.0/")
+    assert place_told(step_folder(third.folder / "checkpoints", 20))["place"].endswith("of-2.0/")
 
 
 def test_a_rewind_within_a_launch_counts_as_a_beginning(objects, tmp_path):
@@ -261,7 +268,7 @@ def test_a_rewind_within_a_launch_counts_as_a_beginning(objects, tmp_path):
     assert manifests(objects)[1:] == ["step-00000020/of-1.0", "step-00000020/of-1.1"]
     other = Host(tmp_path / "b")
     assert other.begin() == 20
-    assert other.storage.place(step_folder(other.folder / "checkpoints", 20)).endswith("of-1.1/")
+    assert place_told(step_folder(other.folder / "checkpoints", 20))["place"].endswith("of-1.1/")
 
 
 def test_old_checkpoints_are_removed_with_all_their_objects(objects, tmp_path):
@@ -371,6 +378,81 @@ def test_a_copy_has_the_tensors_when_they_are_asked_for(objects, tmp_path, monke
     )
     with pytest.raises(UserError, match="there is no run or checkpoint of that name"):
         local_copy("s3://bucket/none")
+
+
+def test_a_run_in_a_folder_begins_with_the_weights_of_one_in_a_bucket(objects, tmp_path, monkeypatch):
+    """Of two hosts, each with a disk of its own, whose copy may have the content, too."""
+    launched(tmp_path / "a", 10, 20)
+    (objects / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    copy = step_folder(local_copy(URL) / "checkpoints", 20)
+    for bring in (lambda: None, lambda: with_tensors(copy)):
+        bring()
+        told = place_told(copy)
+        monkeypatch.chdir(fresh(tmp_path))  # another host
+        storage = storage_of(copy, read_manifest(tmp_path / copy).files, told)
+        content = storage.open(copy / "__0_0.distcp").read(1 << 20)
+        monkeypatch.chdir(tmp_path)
+        assert xxhash.xxh3_128_hexdigest(content) == read_manifest(copy).files["__0_0.distcp"].xxh3
+    (tmp_path / "c/checkpoints").mkdir(parents=True)
+    settings = Checkpoint(load=URL)
+    manager = CheckpointManager(tmp_path / "c/checkpoints", settings, Description(CONFIG, {"dp_shard": 1}), Log())
+    state = make_state(99)
+    assert manager.resume(state)["step"] == 20
+    assert_equal(state, make_state(20))
+    check(copy)  # its content has stayed
+
+
+def fresh(tmp_path):
+    return Path(tempfile.mkdtemp(dir=tmp_path))
+
+
+def test_a_fork_keeps_its_content_when_the_copy_changes(objects, tmp_path, monkeypatch):
+    """They share files."""
+    launched(tmp_path / "a", 10)
+    (objects / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    copy = with_tensors(step_folder(local_copy(URL) / "checkpoints", 10))
+    before = (copy / "__0_0.distcp").read_bytes()
+    os.link(copy / "__0_0.distcp", tmp_path / "fork")
+    files = read_manifest(copy).files
+    files["__0_0.distcp"] = replace(files["__0_0.distcp"], size=7)
+    storage_of(copy, files, place_told(copy))
+    assert (tmp_path / "fork").read_bytes() == before
+
+
+def test_prune_takes_the_run_and_knows_what_it_went_back_from(objects, tmp_path, monkeypatch, capsys):
+    launched(tmp_path / "a", 10, 20, 30)
+    launched(tmp_path / "b", 20, load=10, go_back=1)
+    (objects / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    words = ["prune", URL, "--keep-last", "1", "--abandoned"]
+    assert checkpoint_script.main([*words, "--dry-run"]) == 0
+    assert len(manifests(objects)) == 4
+    assert checkpoint_script.main(words) == 0
+    assert manifests(objects) == ["step-00000020/of-2.0"]
+    left = [path for path in (objects / "checkpoints").rglob("*") if path.is_file()]
+    assert all("step-00000020/of-2.0" in str(path) for path in left)
+    said = capsys.readouterr().out
+    assert "runs/copies/s3/bucket/run/checkpoints/step-00000030.of-1.0: removed" in said
+    assert launched(tmp_path / "c") == 20
+    live = Host(tmp_path / "d")
+    live.claim.beat(lambda: None)
+    assert checkpoint_script.main(words) != 0
+    assert "s3://bucket/run is in use by process" in capsys.readouterr().err
+    live.claim.end()
+    assert checkpoint_script.main(["prune", "s3://bucket/none", "--keep-last", "1"]) != 0
+    assert not [path for path in (objects.parent / "none").rglob("*") if path.is_file()]
+
+
+def test_prune_removes_nothing_when_the_newest_lacks_a_part(objects, tmp_path, monkeypatch, capsys):
+    launched(tmp_path / "a", 10, 20)
+    (objects / "config.toml").write_text("")
+    sorted((objects / "checkpoints/step-00000020").rglob("__0_0.distcp/*"))[3].unlink()
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_script.main(["prune", URL, "--keep-last", "1"]) != 0
+    assert "__0_0.distcp has" in capsys.readouterr().err
+    assert len(manifests(objects)) == 2
 
 
 # ------------------------------------------------------------------- what the server says
@@ -521,8 +603,17 @@ def test_the_folder_that_stands_for_a_place():
     assert (str(job.folder), job.place) == ("runs/s3/bucket/run", "s3://bucket/run")
 
 
-def test_commands_after_a_save_are_refused():
-    words = ("--job.output_dir", URL, "--checkpoint.interval", "5")
-    table = "[{name = 'export', command = 'keel export {checkpoint} {output}', every = 5}]"
-    with pytest.raises(ConfigError, match="a run in object storage has none"):
-        load(str(ROOT / "tests/end_to_end/tiny.toml"), (*words, "--checkpoint.after_save", table))
+@pytest.mark.parametrize("key", ["load", "init_from"])
+def test_a_place_to_begin_from(key):
+    load(str(ROOT / "tests/end_to_end/tiny.toml"), (f"--checkpoint.{key}", URL))
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}: a place in object storage is s3://"):
+        load(str(ROOT / "tests/end_to_end/tiny.toml"), (f"--checkpoint.{key}", "ftp://bucket/run"))
+
+
+@pytest.mark.parametrize(
+    "words", [["export", "runs/a", URL], ["fork", "runs/a", "--output", URL], ["checkpoint", "average", "runs/a", URL]]
+)
+def test_a_result_that_no_bucket_takes(words, capsys):
+    with pytest.raises(SystemExit):
+        keel_main(words)
+    assert f"{URL}: this command writes into folders of this host's disks only" in capsys.readouterr().err
