@@ -38,6 +38,7 @@ def waited_for(condition, ended: threading.Thread) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long  # mostly waits
 def test_a_server_that_takes_one_megabyte_a_second_only_makes_the_next_save_wait(server: Ceph, tmp_path: Path):
     url = "s3://keel/slow"
     with between(server.environment) as (way, environment):
@@ -95,6 +96,7 @@ def test_credentials_that_expire_in_a_save_cost_no_step_that_was_committed(serve
     assert curve(tmp_path / "runs/s3/keel/expired") == curve(tmp_path / "whole")
 
 
+@pytest.mark.long  # mostly waits
 def test_credentials_that_expire_between_the_start_and_the_load_of_a_resume(server: Ceph, tmp_path: Path):
     """Each request of a launch may be the first that fails: it ends with one message, and nothing is damaged."""
     url = "s3://keel/expires"
