@@ -46,6 +46,8 @@ def folder(monkeypatch, tmp_path):
 
     monkeypatch.setattr(buckets, "_store", store)
     monkeypatch.setattr(bucket_place, "TELL_SECONDS", 0.2)
+    # The threads of a store last as long as its process, and reports of hangs have the stacks of a hundred at most.
+    monkeypatch.setattr(bucket_place, "REQUESTS_AT_ONCE", 2)
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     train = root / "bucket/data/train"
