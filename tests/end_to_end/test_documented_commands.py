@@ -197,6 +197,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     f" --average.interval 1 --job.output_dir runs/averaged {BATCH} && keel checkpoint average runs/averaged an_average",
     "keel checkpoint average runs/debug OUTPUT --last 3": "keel checkpoint average runs/averaged a_mean --last 2",
     "keel checkpoint metadata CHECKPOINT OUTPUT": "keel checkpoint metadata runs/debug torch_index",
+    "keel checkpoint prune": "keel checkpoint prune --help",
     "keel prove '*' --axes 'ddp,fsdp,zero,tp,PP 2 1f1b,ac,documents,cp,ep,compile' --ranks 2 --page PAGE": "keel prove"
     " --help",
     'keel prove "*" --axes ddp,fsdp,zero,owner,tp,ac,accumulation --ranks 2'
