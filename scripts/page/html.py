@@ -63,15 +63,15 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
         [
             _header(runs),
             *((curves, cards) if len(runs) > _MANY else (cards, curves)),
-            _section("Differences", _differences(runs)) if len(runs) > 1 else "",
-            _section("Where the time went", _each(_time, runs)),
-            _section("Planned and measured", _each(_plan, runs)),
-            _section("Stops and resumes", _each(_launches, runs)),
-            _section("Evaluation", _evaluation(runs)),
-            _section("Commands after a save", _each(_commands, runs)),
-            _section("Environment", _environment(runs)),
-            _section("Configuration", _each(_config, runs, is_folded=True)),
-            _section("Left out", _absurd(runs)),
+            section("Differences", _differences(runs)) if len(runs) > 1 else "",
+            section("Where the time went", _each(_time, runs)),
+            section("Planned and measured", _each(_plan, runs)),
+            section("Stops and resumes", _each(_launches, runs)),
+            section("Evaluation", _evaluation(runs)),
+            section("Commands after a save", _each(_commands, runs)),
+            section("Environment", _environment(runs)),
+            section("Configuration", _each(_config, runs, is_folded=True)),
+            section("Left out", _absurd(runs)),
         ]
     )
     renewed = f" It is renewed every {renew_seconds} s." if renew_seconds else ""
@@ -135,7 +135,8 @@ def _text(value: Any) -> str:
     return escape(printable(plain(value)))
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
+    """A section of a page, or nothing if it has no content; `title` is HTML."""
     return f"<section><h2>{title}</h2>{content}</section>" if content else ""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from configs.untrusted import printable
-from scripts.page.html import document
+from scripts.page.html import document, section
 from scripts.plan_tables import PART_WORDS
 from trainer.report.console import Row
 from trainer.report.units import brief, percent, size
@@ -37,10 +37,10 @@ def planned_page(
     memory = {rank: {**parts, _FREE: room - sum(parts.values())} for rank, parts in held.items()}
     longest = max((sum(parts.values()) for parts in steps.values()), default=0.0)
     times = {rank: _in_order(parts, longest) for rank, parts in steps.items()}
-    sections = [f"<header><h1>{_text(title)}</h1></header>", _section("Memory at the peak", _bars(memory, size))]
+    sections = [f"<header><h1>{_text(title)}</h1></header>", section("Memory at the peak", _bars(memory, size))]
     if times:
-        sections.append(_section("One step, by kind of work", _bars(times, brief)))
-    sections += [_section(heading, _table(rows)) for heading, rows in tables.items()]
+        sections.append(section("One step, by kind of work", _bars(times, brief)))
+    sections += [section(heading, _table(rows)) for heading, rows in tables.items()]
     return document(title, "".join(sections), version)
 
 
@@ -83,10 +83,6 @@ def _bar(parts: Mapping[str, float], colors: Mapping[str, str], form: Callable[[
 
 def _text(words: str) -> str:
     return escape(printable(words))
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{content}</section>"
 
 
 def _table(rows: Sequence[Row]) -> str:

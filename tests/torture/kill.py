@@ -211,7 +211,7 @@ def wait_for_a_moment(folder: Path, processes: Iterable[Child], dice: random.Ran
         assert time.monotonic() < deadline, "the run hangs"
         if ended := [process for process in processes if _has_ended(process)]:
             return ended
-        with suppress(FileNotFoundError):  # a launch of a run in a bucket makes the folder anew
+        with suppress(FileNotFoundError):  # a launch of a run in a bucket deletes the folder and creates it again
             seen |= {path.name for path in checkpoints.glob("step-*.tmp") if path.is_dir()}
         if moment is None and (len(seen) >= n_saves if wants_save else _changed(status, begun)):
             moment = time.monotonic() + (dice.uniform(0, 0.03) if wants_save else dice.uniform(0, 2))
