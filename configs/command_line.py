@@ -25,6 +25,7 @@ from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
 from configs.reading.toml_text import value_text
+from configs.run_stages import largest
 from configs.schema import Config, is_described
 
 Action = Literal["run", "validate", "print_config", "help"]
@@ -185,7 +186,8 @@ def _answer(
         check_names(loaded)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     idle = "".join(f"warning: {line}\n" for line in (*loaded.warnings, *without_effect(loaded.config)))
-    chosen = _chosen(loaded.config, world_size, chooser)
+    most = largest(loaded.stages, loaded.config.training.steps)
+    chosen = _chosen(most.config, world_size, chooser)
     return f"{summary(loaded, world_size)}\n{stages(loaded)}{missing}{idle}{chosen}"
 
 

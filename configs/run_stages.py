@@ -89,6 +89,22 @@ def stage_of(stages: Sequence[RunStage], step: int) -> RunStage:
     return next(stage for stage in reversed(stages) if stage.first_step <= step)
 
 
+def steps_of_stages(stages: Sequence[RunStage], steps: int) -> list[int]:
+    """How many steps of a run of `steps` steps each stage has; 0 for those that begin after its last one."""
+    ends = [stage.border.after for stage in stages[1:]] + [steps]
+    return [max(0, min(end, steps) - stage.border.after) for stage, end in zip(stages, ends, strict=True)]
+
+
+def largest(stages: Sequence[RunStage], steps: int) -> RunStage:
+    """The stage of a run of `steps` steps that takes the most memory: it has the most tokens in a micro-batch."""
+    trained = [stage for stage, n in zip(stages, steps_of_stages(stages, steps), strict=True) if n]
+    return max(trained or stages[:1], key=_tokens_at_once)
+
+
+def _tokens_at_once(stage: RunStage) -> int:
+    return stage.config.training.micro_batch_size * stage.config.training.seq_len
+
+
 def stage_of_position(stages: Sequence[RunStage], steps: int, begins: bool) -> RunStage:
     """The stage that a position in the data after `steps` steps is of.
 

@@ -31,19 +31,27 @@ from configs.errors import ConfigError, UserError
 from configs.files import write_atomically
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
+from configs.run_stages import largest
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import add_job_argument, end, job_of, number_of, positive, run_command, without_overrides
-from scripts.plan_tables import memory_as_json, memory_rows, proof_rows, time_as_json, time_rows
+from scripts.plan_tables import (
+    memory_as_json,
+    memory_rows,
+    proof_rows,
+    stage_rows,
+    stages_as_json,
+    time_as_json,
+    time_rows,
+)
 from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, size
 
 if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
+    from trainer.planning.by_stage import RunTime, StagePlan
     from trainer.planning.devices import Device
-    from trainer.planning.memory import MemoryEstimate
-    from trainer.planning.step_time import StepTime
 
 
 def shard_bytes(config: Config, ranks: int) -> int:
@@ -62,32 +70,25 @@ def shard_bytes(config: Config, ranks: int) -> int:
         return sum(p.numel() * p.element_size() for p in locals_)
 
 
-def decided(config: Config, ranks: int, device_bytes: int | None, console: Console) -> Config:
-    """The job with what `activation_checkpoint.memory_limit_gib` chooses, which is printed."""
-    from trainer.planning.least_recomputation import chosen, planned_choice
-
-    choice = planned_choice(config, ranks, device_bytes)
-    if choice:
-        console.line(str(choice))
-    return chosen(config, choice)
-
-
-def rows(config: Config, ranks: int, by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | None) -> list[Row]:
+def rows(stage: "StagePlan", ranks: int, device_bytes: int | None, name: str) -> list[Row]:
     """Return the rows of the plan.
 
     Args:
-        config: the job.
-        ranks: how many it shall run on.
-        by_kind: the memory of each kind of rank.
+        stage: the stage of the run that takes the most memory.
+        ranks: how many the job shall run on.
         device_bytes: the memory of a GPU, None if unknown.
+        name: its name, as `_name` has it.
     """
     from trainer.planning.skeleton import skeleton
     from trainer.planning.takes_less import does_not_fit
     from trainer.report.summary import native_modules
 
+    config = stage.config
     held = shard_bytes(config, ranks)
+    where = f"{stage.memory.peak.name}{_of(name)}"
     sizes = mesh_sizes(config, ranks)
-    estimate = max(by_kind.values(), key=lambda each: each.device)
+    estimate = stage.memory
+    too_much = does_not_fit(config, ranks, device_bytes, what=name or "the job") if device_bytes else ""
     return [
         (
             "model",
@@ -97,9 +98,9 @@ def rows(config: Config, ranks: int, by_kind: Mapping[int, "MemoryEstimate"], de
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         (
             "at the peak",
-            f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {estimate.peak.name}",
+            f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {where}",
         ),
-        *([("fits", does_not_fit(config, ranks, device_bytes) or "yes")] if device_bytes else []),
+        *([("fits", too_much or "yes")] if device_bytes else []),
     ]
 
 
@@ -179,7 +180,7 @@ def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
 
 def _tune(
     options: argparse.Namespace,
-    config: Config,
+    job: LoadedConfig,
     counts: Sequence[int],
     device: "Device",
     memory: float,
@@ -188,18 +189,19 @@ def _tune(
     """Print the best ways to run the job, or the best for each number of ranks."""
     from scripts.tuning import Tuning, write_job
 
-    tuning = Tuning(config, device, options.gpus_per_host, memory)
+    tuning = Tuning(job, device, options.gpus_per_host, memory)
     if len(counts) > 1:
         points = tuning.curve(counts, options.price)
         if options.json:
-            print(json.dumps({"job": config.job.name, "device": options.device, "curve": points}, indent=2))
+            print(json.dumps({"job": job.config.job.name, "device": options.device, "curve": points}, indent=2))
         else:
             tuning.show_curve(points, console)
         return
     outcome = tuning.search(counts[0])
     if options.json:
         found = tuning.as_json(outcome, counts[0], options.price)
-        print(json.dumps({"job": config.job.name, "ranks": counts[0], "device": options.device} | found, indent=2))
+        head = {"job": job.config.job.name, "ranks": counts[0], "device": options.device}
+        print(json.dumps(head | found, indent=2))
     else:
         tuning.show(outcome, counts[0], console)
     if options.write:
@@ -229,25 +231,30 @@ _positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
 class Plan:
     """What is shown of a job; the parts that were not asked for are empty or None."""
 
-    config: Config
+    name: str
     ranks: int
     memory: list[Row]
-    by_kind: dict[int, "MemoryEstimate"]
+    stages: "list[StagePlan]"
+    largest: "StagePlan"
+    """The stage that takes the most memory."""
+    longest: "StagePlan"
+    """The stage that takes the most time."""
     device_bytes: int | None
     traced: dict[str, list[Row]]
-    step: "StepTime | None"
     proof: "Proof | None"
     steps: Mapping[int, Mapping[str, float]]
     """Seconds of a step by part, of each kind of rank."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values."""
-        plan: dict[str, Any] = {"job": self.config.job.name, "ranks": self.ranks, "memory": dict(self.memory)}
-        plan["memory_by_kind"] = memory_as_json(self.by_kind)
+        plan: dict[str, Any] = {"job": self.name, "ranks": self.ranks, "memory": dict(self.memory)}
+        plan["memory_by_kind"] = memory_as_json(self.largest.by_kind)
+        if len(self.stages) > 1:
+            plan["stages"] = stages_as_json(self.stages)
         if self.traced:
             plan["traced"] = {kinds: dict(traffic) for kinds, traffic in self.traced.items()}
-        if self.step:
-            plan |= {"device": options.device, "time": time_as_json(self.step, options.price)}
+        if self.longest.step:
+            plan |= {"device": options.device, "time": time_as_json(self.longest.step, self._run, options.price)}
         if self.proof:
             plan["proof"] = vars(self.proof)
         return plan
@@ -258,37 +265,63 @@ class Plan:
         from scripts.page.planned import planned_page
         from trainer.planning.takes_less import CONTEXT_BYTES
 
-        title = f"{self.config.job.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
+        title = f"{self.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
         tables = {"The job": self.memory}
-        if self.step:
-            tables["A step (estimate)"] = time_rows(self.step, options.price)
+        if len(self.stages) > 1:
+            tables["Its stages (estimate)"] = stage_rows(self.stages)
+        if self.longest.step:
+            heading = f"A step{_of(_name(self.longest, self.stages))} (estimate)"
+            tables[heading] = time_rows(self.longest.step, self._run, options.price)
         held = {
             rank: estimate.parts | {"beside: NCCL, CUDA": estimate.communicators + CONTEXT_BYTES}
-            for rank, estimate in self.by_kind.items()
+            for rank, estimate in self.largest.by_kind.items()
         }
         return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
         memory = self.memory
-        if self.step and dict(memory)["fits"] != "yes":
+        if device and dict(memory)["fits"] != "yes":
             console.line(f"does not fit: {dict(memory)['fits']}\n")
             memory = [row for row in memory if row[0] != "fits"]
-        console.table(f"{self.config.job.name} on {self.ranks} ranks", memory)
-        console.table("memory of a rank at its peak, GiB (estimate)", memory_rows(self.by_kind, self.device_bytes))
-        if self.step and device:
-            console.table(f"a step on {device.title} (estimate)", time_rows(self.step, options.price))
+        console.table(f"{self.name} on {self.ranks} ranks", memory)
+        if len(self.stages) > 1:
+            console.table("its stages (estimate)", stage_rows(self.stages))
+        largest = _name(self.largest, self.stages)
+        longest = _name(self.longest, self.stages)
+        peak = memory_rows(self.largest.by_kind, self.device_bytes)
+        when = f"the peak of {largest}" if largest else "its peak"
+        console.table(f"memory of a rank at {when}, GiB (estimate)", peak)
+        if self.longest.step and device:
+            steps = time_rows(self.longest.step, self._run, options.price)
+            console.table(f"a step{_of(longest)} on {device.title} (estimate)", steps)
         for kinds, traffic in self.traced.items():
-            console.table(f"one step of {kinds}", traffic)
+            console.table(f"one step{_of(largest)} of {kinds}", traffic)
         if self.proof:
             console.table("what ranks wait for", proof_rows(self.proof, self.ranks))
+
+    @property
+    def _run(self) -> "RunTime":
+        from trainer.planning.by_stage import run_time
+
+        return run_time((stage.steps, stage.step) for stage in self.stages if stage.step)
+
+
+def _name(stage: "StagePlan", stages: "Sequence[StagePlan]") -> str:
+    """ "stage 3"; empty for the only stage of a run."""
+    return f"stage {stage.number}" if len(stages) > 1 else ""
+
+
+def _of(name: str) -> str:
+    return f" of {name}" if name else ""
 
 
 def planned(
     job: LoadedConfig, options: argparse.Namespace, device: "Device | None", memory: float | None, console: Console
 ) -> Plan:
     """Make the plan of a job; `memory`: GiB of a GPU, None if unknown."""
-    from trainer.planning.memory import estimates_by_kind
+    from trainer.planning.by_stage import plan_stages, run_lengths
+    from trainer.planning.least_recomputation import planned_choice
 
     ranks = options.ranks[0]
     if options.prove:
@@ -296,27 +329,28 @@ def planned(
 
         require_known_names(job)  # in words of this job, not of the small one
     device_bytes = int(memory * 2**30) if memory else None
-    config = decided(job.config, ranks, device_bytes, console)
+    choice = planned_choice(largest(job.stages, sum(run_lengths(job))).config, ranks, device_bytes)
+    if choice:
+        console.line(str(choice))
     started = time.perf_counter()
-    by_kind = estimates_by_kind(config, mesh_sizes(config, ranks), "cuda")
-    held = rows(config, ranks, by_kind, device_bytes)
+    stages = plan_stages(job, choice, ranks, device, options.gpus_per_host)
+    most = max(stages, key=lambda stage: stage.memory.device)
+    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds if stage.step else 0.0)
+    held = rows(most, ranks, device_bytes, _name(most, stages))
     held.append(("built in", duration(time.perf_counter() - started)))
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
-    traced = _traced(config, ranks) if options.trace else {}
-    step = None
+    traced = _traced(most.config, ranks) if options.trace else {}
     steps: dict[int, dict[str, float]] = {}
-    if device:
-        from trainer.planning.step_time import estimate_step, parts_by_kind
+    if device and options.html:
+        from trainer.planning.step_time import parts_by_kind
 
-        step = estimate_step(config, ranks, device, options.gpus_per_host)
-        if options.html:
-            steps = parts_by_kind(config, ranks, device, options.gpus_per_host)
+        steps = parts_by_kind(longest.config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
-        proof = rehearse(config, ranks)
-    return Plan(config, ranks, held, by_kind, device_bytes, traced, step, proof, steps)
+        proof = rehearse(stages[0].config, ranks)
+    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -339,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device = device_named(options.device)
             memory = memory or device.memory_gib
         if options.tune and device:
-            _tune(options, load(job_of(options), overrides).config, counts, device, memory * 2**30, console)
+            _tune(options, load(job_of(options), overrides), counts, device, memory * 2**30, console)
             return
         plan = planned(load(job_of(options), overrides, counts[0]), options, device, memory, console)
         if options.json:

@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from configs.layout import tokens_per_step
 from trainer.report.console import Row
 from trainer.report.units import brief, count, duration, percent, size
 
 if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
+    from trainer.planning.by_stage import RunTime, StagePlan
     from trainer.planning.memory import MemoryEstimate
     from trainer.planning.step_time import StepTime
 
@@ -62,6 +64,41 @@ def memory_as_json(by_kind: Mapping[int, "MemoryEstimate"]) -> list[dict[str, An
     ]
 
 
+# --------------------------------------------------------------------------- stages
+
+
+def stage_rows(stages: Sequence["StagePlan"]) -> list[Row]:
+    """Return the rows of the stages of a run: what a step of each has, holds and takes."""
+    return [(f"{stage.number}, from step {stage.first_step:,}", _words(stage)) for stage in stages]
+
+
+def _words(stage: "StagePlan") -> str:
+    training = stage.config.training
+    shape = f"{training.global_batch_size:,} x {training.seq_len:,}"
+    words = f"{stage.steps:,} steps of {shape} tokens, {size(stage.memory.device)} at the peak"
+    if stage.step:
+        speed = f"{count(stage.step.tokens_per_second)} tokens/s a GPU, MFU {percent(stage.step.mfu)}"
+        words += f"; {brief(stage.step.seconds)} a step, {speed}: {duration(stage.steps * stage.step.seconds)}"
+    return words
+
+
+def stages_as_json(stages: Sequence["StagePlan"]) -> list[dict[str, Any]]:
+    """The stages as plain values; times are None without a device."""
+    return [
+        {
+            "stage": stage.number,
+            "first_step": stage.first_step,
+            "steps": stage.steps,
+            "tokens": stage.steps * tokens_per_step(stage.config),
+            "peak_bytes": stage.memory.device,
+            "step_seconds": stage.step.seconds if stage.step else None,
+            "tokens_per_second_per_gpu": stage.step.tokens_per_second if stage.step else None,
+            "mfu": stage.step.mfu if stage.step else None,
+        }
+        for stage in stages
+    ]
+
+
 # --------------------------------------------------------------------------- waiting
 
 
@@ -95,11 +132,10 @@ PART_WORDS = {
 """Parts of a step whose names need words."""
 
 
-def time_rows(step: "StepTime", price: float | None) -> list[Row]:
+def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row]:
     """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
     parts = [(PART_WORDS.get(part, part), each) for part, each in sorted(step.parts.items(), key=lambda part: -part[1])]
-    run = step.steps * step.seconds
-    cost = f"; {count(step.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
+    cost = f"; {count(run.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
     return [
         (
             "a step",
@@ -118,8 +154,8 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
         ),
         (
             "the run",
-            f"{count(step.steps * step.tokens)} tokens in {step.steps:,} steps: {duration(run)}, "
-            f"{count(step.gpu_hours)} GPU-hours{cost}",
+            f"{count(run.tokens)} tokens in {run.steps:,} steps: {duration(run.seconds)}, "
+            f"{count(run.gpu_hours)} GPU-hours{cost}",
         ),
         ("a checkpoint", size(step.checkpoint)),
         ("counted", "FLOPs, tokens, bytes of collectives, states and checkpoints"),
@@ -128,7 +164,7 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
     ]
 
 
-def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
+def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[str, Any]:
     """The estimate as plain values, each with how it came about: counted or modelled."""
     return {
         "step_seconds": step.seconds,
@@ -137,11 +173,11 @@ def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
         "parts_seconds": dict(step.parts),
         "collectives": [vars(each) for each in step.collectives],
         "run": {
-            "tokens": step.steps * step.tokens,
-            "steps": step.steps,
-            "seconds": step.steps * step.seconds,
-            "gpu_hours": step.gpu_hours,
-            "price": step.gpu_hours * price if price else None,
+            "tokens": run.tokens,
+            "steps": run.steps,
+            "seconds": run.seconds,
+            "gpu_hours": run.gpu_hours,
+            "price": run.gpu_hours * price if price else None,
         },
         "model_flops_per_step": step.flops,
         "checkpoint_bytes": step.checkpoint,

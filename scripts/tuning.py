@@ -7,11 +7,12 @@ from typing import Any
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
-from configs.load import find_job_file, load
+from configs.load import LoadedConfig, find_job_file, load
 from configs.reading.keys import flat
 from configs.reading.merge import JOB_FILES
 from configs.reading.toml_text import table_text, value_text
 from configs.schema import Config
+from trainer.planning.by_stage import RunTime, run_lengths, run_time
 from trainer.planning.devices import Device
 from trainer.planning.search import Found, Outcome, Search
 from trainer.planning.step_time import StepTime, estimate_step
@@ -83,19 +84,31 @@ def write_job(file: Path, name_or_path: str, found: Config) -> None:
 class Tuning:
     """The searches that a command line asks for."""
 
-    def __init__(self, config: Config, device: Device, gpus_per_host: int, device_bytes: float) -> None:
-        self._config = config
+    def __init__(self, job: LoadedConfig, device: Device, gpus_per_host: int, device_bytes: float) -> None:
+        self._job = job
+        self._config = job.config
         self._device = device
         self._gpus_per_host = gpus_per_host
         self._device_bytes = device_bytes
 
     def search(self, ranks: int) -> Outcome:
         """The search for one number of ranks; as `Search.run`."""
-        return Search(self._config, ranks, self._device, self._gpus_per_host, self._device_bytes).run()
+        return self._search(ranks).run()
+
+    def _search(self, ranks: int) -> Search:
+        lengths = run_lengths(self._job)
+        later = [stage.config for stage, steps in zip(self._job.stages, lengths, strict=True) if steps][1:]
+        return Search(self._config, ranks, self._device, self._gpus_per_host, self._device_bytes, later=later)
 
     def step(self, found: Found, ranks: int) -> StepTime:
-        """The whole estimate of a found job."""
+        """The whole estimate of a found job's step; of its first stage."""
         return estimate_step(found.config, ranks, self._device, self._gpus_per_host)
+
+    def _run(self, found: Found, ranks: int) -> RunTime:
+        stages = found.config, *self._search(ranks).later_of(found.config)
+        lengths = filter(None, run_lengths(self._job))
+        steps = [estimate_step(stage, ranks, self._device, self._gpus_per_host) for stage in stages]
+        return run_time(zip(lengths, steps, strict=True))
 
     # ------------------------------------------------------------------------- one number of ranks
 
@@ -106,6 +119,7 @@ class Tuning:
 
     def _found_as_json(self, found: Found, ranks: int, price: float | None) -> dict[str, Any]:
         step = self.step(found, ranks)
+        run = self._run(found, ranks)
         return {
             "changes": flat(changed(self._config, found.config)),
             "step_seconds": step.seconds,
@@ -113,8 +127,8 @@ class Tuning:
             "mfu": step.mfu,
             "memory_bytes": found.memory,
             "parts_seconds": dict(step.parts),
-            "gpu_hours": step.gpu_hours,
-            "price": step.gpu_hours * price if price else None,
+            "gpu_hours": run.gpu_hours,
+            "price": run.gpu_hours * price if price else None,
         }
 
     def show(self, outcome: Outcome, ranks: int, console: Console) -> None:
@@ -125,6 +139,8 @@ class Tuning:
             ("slower by a bound", f"{outcome.pruned:,}"),
             ("estimated", f"{outcome.estimated:,}"),
         ]
+        if self._job.later_stages:
+            rows.append(("stages", "times are of the first; all of them are possible and fit"))
         console.table(f"{self._config.job.name} on {ranks} ranks of {self._device.title} (estimate)", rows)
         for place, found in enumerate(outcome.best):
             step = self.step(found, ranks)

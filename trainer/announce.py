@@ -49,7 +49,8 @@ def say_hello(job: Opened, console: Console) -> None:
     mesh = job.mesh
     data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
     name = device_name(mesh.device)
-    rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, job.progress.first_step, mesh)
+    step = job.progress.first_step
+    rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, step, mesh, job.largest)
     rows.insert(2, ("attention", job.attention))
     nccl = nccl_variables(config, os.environ) if mesh.device.type == "cuda" and dist.get_world_size() > 1 else ""
     further = (("8 bits", job.float8), ("communication", job.communication), ("NCCL", nccl))

@@ -1,6 +1,5 @@
 """Opens a job: checks all that it names, and finds its data and its checkpoint, before minutes go into weights."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from checkpoint.storage import Storage
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
-from configs.run_stages import TABLES, RunStage, stage_of_position
+from configs.run_stages import TABLES, RunStage, largest, stage_of_position
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.mesh import Mesh, build_mesh
@@ -83,11 +82,9 @@ class Opened:
         with mistakes_of_the_job():
             for each in job.jobs:
                 require_known_names(each)
-            largest = max((stage.config for stage in job.stages), key=_tokens_at_once)
-            self.recomputation = least_recomputation(largest, self.mesh)
+            self.recomputation = least_recomputation(largest(job.stages, config.training.steps).config, self.mesh)
             """The recomputation that fits the memory; None: as the job says."""
-            chosen_job = chosen(largest, self.recomputation)
-            self.config = config = _with_tables(config, chosen_job, ("activation_checkpoint", "fsdp"))
+            self.config = config = chosen(config, self.recomputation)
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
             self.float8 = float8_products(config, device)
@@ -105,7 +102,7 @@ class Opened:
             """The checkpoint's record of the run; None if the run starts from scratch."""
             self.stages = [_as_opened(stage, config) for stage in job.stages]
             """All stages of the run."""
-            self.largest = max((stage.config for stage in self.stages), key=_tokens_at_once)
+            self.largest = largest(self.stages, config.training.steps).config
             """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
             for stage in self.stages:
@@ -134,17 +131,8 @@ def _try_data(config: Config) -> None:
 
 def _as_opened(stage: RunStage, config: Config) -> RunStage:
     """A stage with the tables of the whole run as this launch has them."""
-    return replace(stage, config=_with_tables(stage.config, config, Config.model_fields.keys() - set(TABLES)))
-
-
-def _with_tables(config: Config, other: Config, names: Iterable[str]) -> Config:
-    """A config with some tables of another."""
-    return config.model_copy(update={name: getattr(other, name) for name in names})
-
-
-def _tokens_at_once(config: Config) -> int:
-    """Tokens of a micro-batch, on which the memory of activations depends."""
-    return config.training.micro_batch_size * config.training.seq_len
+    tables = {name: getattr(config, name) for name in Config.model_fields if name not in TABLES}
+    return replace(stage, config=stage.config.model_copy(update=tables))
 
 
 def open_loader(config: Config, mesh: Mesh, position: dict[str, Any]) -> DataLoader:

@@ -98,8 +98,11 @@ def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice
 
 
 def chosen(config: Config, choice: Choice | None) -> Config:
-    """The job with the choice in place of the limit."""
-    return choice.job if choice else config
+    """The job with the choice in place of the limit; `config` may be another stage of the run that it was made for."""
+    if choice is None:
+        return config
+    tables = {"activation_checkpoint": choice.job.activation_checkpoint, "fsdp": choice.job.fsdp}
+    return config.model_copy(update=tables)
 
 
 def freeing_copies(config: Config, sizes: MeshSizes) -> Config:

@@ -10,7 +10,7 @@ best. Times and memory of what is opened are those of `keel plan`.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -123,6 +123,8 @@ class Search:
     device_bytes: float
     prunes: bool = True
     """False: every candidate is estimated, which a test compares with."""
+    later: Sequence[Config] = ()
+    """The later stages of the run, which must be possible and fit, too; `config` is the first, whose time counts."""
     _seconds: dict[tuple, float] = field(default_factory=dict)
     _whole: dict[str, dict[int, BlockMemory]] = field(default_factory=dict)
     _layers: dict[tuple, list[list[int]]] = field(default_factory=dict)
@@ -176,7 +178,7 @@ class Search:
         sizes = mesh_sizes(job, self.ranks)
         ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in distinct_ranks(job)]
         is_possible = not self.prunes or largest(ranks).device <= self.limit  # before blocks are traced on this mesh
-        memory = estimate_memory(job, sizes, "cuda").device if is_possible else 0
+        memory = self._memory(job, sizes) if is_possible else 0
         if not is_possible or memory > self.limit:
             counts["too large"] += 1
             return False
@@ -185,7 +187,24 @@ class Search:
         del best[BEST:]
         return True
 
+    def _memory(self, job: Config, sizes: MeshSizes) -> int:
+        """Bytes at the peak of the stage that takes the most."""
+        return max(estimate_memory(stage, sizes, "cuda").device for stage in (job, *self.later_of(job)))
+
     # ------------------------------------------------------------------------- candidates
+
+    def later_of(self, job: Config) -> Iterator[Config]:
+        """The later stages under a candidate's machine keys."""
+        tables = {name: getattr(job, name) for name in ("mesh", "fsdp", "pipeline", "activation_checkpoint")}
+        own = self.config.training.micro_batch_size
+        for stage in self.later:
+            training = stage.training
+            if training.micro_batch_size == own:  # it has none of its own
+                training = training.model_copy(update={"micro_batch_size": job.training.micro_batch_size})
+            yield stage.model_copy(update=tables | {"training": training})
+
+    def _is_allowed(self, job: Config) -> bool:
+        return not any(check(stage, self.ranks) for stage in (job, *self.later_of(job)))
 
     def _branches(self) -> Iterator[_Branch]:
         for mesh in self._meshes():
@@ -194,7 +213,7 @@ class Search:
                 training = self.config.training.model_copy(update={"micro_batch_size": micro_batch})
                 for pipeline, recomputation in product(self._pipelines(mesh.pp), self._recomputations):
                     job = self._with(mesh, training, pipeline, recomputation)
-                    if not check(job, self.ranks):
+                    if self._is_allowed(job):
                         yield _Branch(job, self._least_seconds(job))
 
     def _meshes(self) -> Iterator[Mesh]:

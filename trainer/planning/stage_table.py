@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 from configs.errors import UserError
+from configs.layout import tokens_per_step
 from configs.load import LoadedConfig
 from configs.places import is_url
-from configs.run_stages import RunStage
+from configs.run_stages import RunStage, steps_of_stages
 from configs.schema import Config, Source
 from trainer.lr_schedule import learning_rate_of
 from trainer.report.units import count
@@ -22,24 +22,22 @@ def stage_table(job: LoadedConfig) -> list[str]:
         return []
     sizes: dict[str, int | None] = {}
     total: Counter[str] = Counter()
-    steps = job.config.training.steps
+    lengths = steps_of_stages(job.stages, job.config.training.steps)
     rows: list[tuple[str, ...]] = [_HEAD]
-    for number, (stage, following) in enumerate(pairwise([*job.stages, None]), 1):
-        assert stage is not None
-        last = steps if following is None else min(steps, following.border.after)
-        rows.append((str(number), *_row(stage, last, sizes, total)))
+    for number, (stage, steps) in enumerate(zip(job.stages, lengths, strict=True), 1):
+        rows.append((str(number), *_row(stage, steps, sizes, total)))
     return _aligned(rows)
 
 
-def _row(stage: RunStage, last: int, sizes: dict[str, int | None], total: Counter[str]) -> tuple[str, ...]:
-    """The cells of a stage whose last step is `last`; `total` counts the tokens of each source so far."""
+def _row(stage: RunStage, steps: int, sizes: dict[str, int | None], total: Counter[str]) -> tuple[str, ...]:
+    """The cells of a stage of so many steps; `total` counts the tokens of each source so far."""
     config = stage.config
     shape = f"{config.training.global_batch_size:,} x {config.training.seq_len:,}"
     begins = f"{stage.first_step:,}", f"{stage.border.tokens:,}"
-    if last < stage.first_step:
+    if not steps:
         return (*begins, "none: training.steps is before", shape, "", "")
-    tokens = stage.tokens_before(last + 1) - stage.border.tokens
-    rates = [learning_rate_of(stage, number) for number in (stage.first_step, last)]
+    tokens = steps * tokens_per_step(config)
+    rates = [learning_rate_of(stage, number) for number in (stage.first_step, stage.border.after + steps)]
     return (
         *begins,
         count(tokens),

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from configs.architectures.llama import n_further
 from configs.errors import UserError
-from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, scheduled_steps, tokens_per_step
+from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
 from trainer.planning.devices import Device
@@ -61,8 +61,6 @@ class StepTime:
     tokens: int
     """Tokens of a step, of all ranks."""
     ranks: int
-    steps: int
-    """Steps of the run."""
     flops: int
     """Model FLOPs of a step, of all ranks, with the causal half of attention, without recomputation."""
     peak: float
@@ -85,10 +83,6 @@ class StepTime:
     def mfu(self) -> float:
         return self.flops / self.seconds / self.ranks / self.peak
 
-    @property
-    def gpu_hours(self) -> float:
-        return self.steps * self.seconds * self.ranks / 3600
-
 
 def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> StepTime:
     """Estimate a step of the job on so many GPUs of a kind.
@@ -105,7 +99,6 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         collectives=slowest.collectives(),
         tokens=tokens,
         ranks=ranks,
-        steps=scheduled_steps(config),
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),

@@ -29,8 +29,11 @@ def takes_less(config: Config, on_gpu: bool) -> list[str]:
     ]
 
 
-def does_not_fit(config: Config, ranks: int, device_bytes: int, mesh: Mesh | None = None) -> str:
-    """The warning if the job's estimate exceeds a GPU's memory, with what would make it fit; "" if it fits."""
+def does_not_fit(config: Config, ranks: int, device_bytes: int, mesh: Mesh | None = None, what: str = "the job") -> str:
+    """The warning if the estimate of a job, or of `what` of it, exceeds a GPU's memory, with what would make it fit.
+
+    "" if it fits.
+    """
 
     def needed(changed: Config, n_ranks: int) -> int:
         sizes = mesh_sizes(changed, n_ranks)
@@ -39,7 +42,7 @@ def does_not_fit(config: Config, ranks: int, device_bytes: int, mesh: Mesh | Non
         return estimate.device + estimate.communicators + CONTEXT_BYTES
 
     memory = f"each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself; NCCL's communicators are counted)"
-    return _does_not_fit(config, ranks, memory, device_bytes, needed, _CHANGES)
+    return _does_not_fit(config, ranks, memory, device_bytes, needed, _CHANGES, what)
 
 
 def host_does_not_fit(
@@ -64,7 +67,13 @@ _Needed = Callable[[Config, int], int]
 
 
 def _does_not_fit(
-    config: Config, ranks: int, memory: str, free: int, needed: _Needed, changes: Sequence["_Change"]
+    config: Config,
+    ranks: int,
+    memory: str,
+    free: int,
+    needed: _Needed,
+    changes: Sequence["_Change"],
+    what: str = "the job",
 ) -> str:
     if (too_much := _estimated(needed, config, ranks)) <= free:
         return ""
@@ -76,7 +85,7 @@ def _does_not_fit(
             advice = f"With {' and '.join(words)} it would take about {size(less)}"
             break
     return (
-        f"the job needs about {size(too_much)} of {memory}, and there are {size(free)} free: it will most likely run "
+        f"{what} needs about {size(too_much)} of {memory}, and there are {size(free)} free: it will most likely run "
         f"out of memory. {advice}"
     )
 

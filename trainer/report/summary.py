@@ -52,6 +52,7 @@ def startup_rows(
     run_folder: Path,
     resumed_step: int = 0,
     mesh: Mesh | None = None,
+    largest: Config | None = None,
 ) -> list[Row]:
     """What will be trained, how it is computed and where it is written.
 
@@ -63,6 +64,7 @@ def startup_rows(
         run_folder: where everything is written.
         resumed_step: steps already completed; 0: a new run.
         mesh: as for `measure_blocks`.
+        largest: the stage of the run that takes the most memory; None: `config`.
     """
     device_type = "cpu" if device_name == "cpu" else "cuda"
     rows = [
@@ -73,7 +75,7 @@ def startup_rows(
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
-        ("memory", _memory(config, sizes, device_type, mesh)),
+        ("memory", _memory(largest or config, sizes, device_type, mesh)),
         ("a resume", promise(config.training, device_type)),
         ("data", "\n".join(data)),
         ("validation", _validation(config)),

@@ -88,7 +88,7 @@ def test_all_that_it_proposes_is_valid_and_the_same_run(tmp_path: Path, name: st
 
 
 def test_a_curve_says_what_each_number_of_ranks_attains():
-    tuning = Tuning(job("debug.toml"), GPU, 8, 80 * 2**30)
+    tuning = Tuning(load("debug.toml", BF16), GPU, 8, 80 * 2**30)
     points = tuning.curve([1, 2, 3, 4], price=2.0)
     assert [each["ranks"] for each in points] == [1, 2, 3, 4]
     assert points[0]["efficiency"] == 1

@@ -10,6 +10,7 @@ from configs.errors import UserError
 from configs.load import load
 from scripts import plan
 from tests.published.compare import compared, rank_correlation
+from trainer.planning.by_stage import run_time
 from trainer.planning.devices import Link, Network, device_named, known_devices
 from trainer.planning.layer_time import RAMP
 from trainer.planning.step_time import estimate_step
@@ -53,7 +54,9 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
     assert step.seconds == sum(step.parts.values())
     assert step.tokens_per_second == pytest.approx(16 * 512 / step.seconds)
     assert step.mfu == pytest.approx(step.flops / step.seconds / 989.5e12)
-    assert step.gpu_hours == pytest.approx(config.lr_schedule.total_steps * step.seconds / 3600)
+    run = run_time([(1000, step)])
+    assert (run.steps, run.tokens) == (1000, 1000 * 16 * 512)
+    assert run.gpu_hours == pytest.approx(1000 * step.seconds / 3600)
 
 
 def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():

@@ -1,0 +1,154 @@
+"""The plan of a run with stages is that of each of them as a job of its own."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from configs.checks import check
+from configs.layout import mesh_sizes
+from configs.load import load
+from configs.run_stages import Border, RunStage, largest, stage_of, steps_of_stages
+from configs.schema import Config
+from scripts import plan
+from scripts.tuning import Tuning
+from trainer.planning.devices import device_named
+from trainer.planning.memory import estimate_memory
+from trainer.planning.step_time import estimate_step
+
+GPU = device_named("h100")
+OLMO3 = {1: (1_413_814, 512, 8_192), 2: (47_684, 256, 8_192), 3: (11_921, 64, 65_536)}
+"""Steps, sequences and tokens of the published stages."""
+
+
+def planned(capsys, *words: str) -> dict:
+    assert plan.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@given(st.lists(st.integers(1, 40), max_size=6, unique=True), st.integers(1, 50))
+def test_the_stages_of_a_run_have_its_steps(borders: list[int], steps: int):
+    config = load("debug.toml").config
+    stages = [RunStage(Border(after), config) for after in [0, *sorted(borders)]]
+    counted = [0] * len(stages)
+    for step in range(1, steps + 1):
+        counted[stages.index(stage_of(stages, step))] += 1
+    assert steps_of_stages(stages, steps) == counted
+
+
+def test_a_plan_has_the_memory_of_the_largest_stage_and_the_time_of_all(capsys):
+    found = planned(capsys, "olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100")
+    stages = load("olmo3_7b_stages.toml", world_size=64).stages
+    seconds = 0.0
+    for each, stage in zip(found["stages"], stages, strict=True):
+        steps, sequences, length = OLMO3[each["stage"]]
+        step = estimate_step(stage.config, 64, GPU).seconds
+        assert (each["steps"], each["tokens"]) == (steps, steps * sequences * length)
+        assert each["step_seconds"] == step
+        assert each["peak_bytes"] == estimate_memory(stage.config, mesh_sizes(stage.config, 64), "cuda").device
+        seconds += steps * step
+    peaks = [each["peak_bytes"] for each in found["stages"]]
+    assert peaks[2] > 5 * peaks[0]
+    assert found["memory_by_kind"][0]["peak_bytes"] == peaks[2]
+    assert found["memory"]["fits"].startswith("stage 3 needs about")
+    run = found["time"]["run"]
+    assert run["tokens"] == sum(each["tokens"] for each in found["stages"])
+    assert run["seconds"] == pytest.approx(seconds)
+    assert run["gpu_hours"] == pytest.approx(seconds * 64 / 3600)
+    assert found["time"]["step_seconds"] == found["stages"][0]["step_seconds"]
+
+
+def test_stages_that_the_run_does_not_reach_take_nothing(capsys):
+    found = planned(capsys, "olmo3_7b_stages.toml", "--ranks", "64", "--training.steps", "1461498")
+    assert [each["stage"] for each in found["stages"]] == [1, 2]
+    assert max(each["peak_bytes"] for each in found["stages"]) == found["memory_by_kind"][0]["peak_bytes"]
+    job = load("olmo3_7b_stages.toml", world_size=64)
+    assert largest(job.stages, 1_461_499).config.training.seq_len == 65_536
+    assert largest(job.stages, 1_461_498).config.training.seq_len == 8_192
+
+
+def test_a_limit_of_memory_is_that_of_every_stage(capsys):
+    words = ("olmo3_7b_stages.toml", "--ranks", "64", "--activation_checkpoint.memory_limit_gib", "60")
+    found = planned(capsys, *words)
+    peaks = [each["peak_bytes"] for each in found["stages"]]
+    assert 40 * 2**30 < max(peaks) <= 60 * 2**30
+    assert peaks.index(max(peaks)) == 2
+    alone = planned(capsys, *words, "--training.steps", "1461498")
+    assert max(each["peak_bytes"] for each in alone["stages"]) > max(peaks[:2])  # it keeps more
+
+
+def test_the_console_shows_each_stage(capsys):
+    assert plan.main(["olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith("does not fit: stage 3 needs about")
+    for words in (
+        "3, from step 1,461,499 11,921 steps of 64 x 65,536 tokens",
+        "memory of a rank at the peak of stage 3",
+        "a step of stage 1 on NVIDIA H100",
+        "tokens in 1,473,419 steps",
+    ):
+        assert words in out
+
+
+STAGED = """
+base = "debug.toml"
+[training]
+compute_dtype = "bfloat16"
+seq_len = 1024
+global_batch_size = 8
+micro_batch_size = 1
+[job]
+device = "auto"
+"""
+LONGER = """
+[[stages]]
+at_step = 10
+training = { seq_len = 4096, global_batch_size = 4 }
+"""
+
+
+def test_a_tuned_job_is_possible_and_fits_in_every_stage(tmp_path):
+    """Four times the tokens are in a sequence of the second stage, which has four of them, so no mesh has dp 8."""
+    (tmp_path / "one.toml").write_text(STAGED)
+    (tmp_path / "two.toml").write_text(STAGED + LONGER)
+    limit = 1.3 * 2**30
+    job = load(str(tmp_path / "two.toml"))
+    alone = Tuning(load(str(tmp_path / "one.toml")), GPU, 8, limit).search(8)
+    found = Tuning(job, GPU, 8, limit).search(8)
+    assert found.considered < alone.considered
+    for best in found.best:
+        config = under(best.config, job.later_stages[0].config)
+        assert not check(config, 8)
+        peaks = [estimate_memory(each, mesh_sizes(each, 8), "cuda").device for each in (best.config, config)]
+        assert best.memory == max(peaks) < 0.3 * 2**30
+        assert peaks[1] > peaks[0]
+    (point,) = Tuning(job, GPU, 8, limit).curve([8], price=None)
+    first, second = (
+        estimate_step(each, 8, GPU).seconds
+        for each in (found.best[0].config, under(found.best[0].config, job.later_stages[0].config))
+    )
+    n = job.config.training.steps
+    assert point["gpu_hours"] == pytest.approx((10 * first + (n - 10) * second) * 8 / 3600)
+
+
+def under(found: Config, stage: Config) -> Config:
+    """A stage with the machine keys that were found."""
+    values = stage.model_dump()
+    changed = found.model_dump()
+    values |= {name: changed[name] for name in ("mesh", "fsdp", "pipeline", "activation_checkpoint")}
+    values["training"]["micro_batch_size"] = changed["training"]["micro_batch_size"]
+    return Config.model_validate(values)
+
+
+def test_a_validated_job_chooses_for_the_largest_stage_that_it_reaches(monkeypatch, capsys):
+    def validated(*words: str) -> str:
+        line = ["keel", "--config", "olmo3_7b_stages.toml", "--validate", "--mesh.dp_shard", "64", *words]
+        monkeypatch.setattr("sys.argv", [*line, "--activation_checkpoint.memory_limit_gib", "60"])
+        assert train.main() == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert 'memory_limit_gib = 60.0 chooses mode = "selective"' in validated()
+    assert 'memory_limit_gib = 60.0 chooses mode = "none"' in validated("--training.steps", "1461498")
