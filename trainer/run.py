@@ -105,8 +105,6 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
     trainer = None
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())
-        if job.choice:  # the ranks of an elastic run train on until a new launcher joins
-            stop.launcher = None
         if stop.launcher is not None:
             threading.Thread(target=_end_with_launcher, args=(launch,), name="launcher", daemon=True).start()
         try:
@@ -130,12 +128,13 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                 with forming():
                     shared = form_of_first(job.choice.ranks, device, timeout)
                 if rank >= job.choice.ranks:
+                    _begin(launch, job)
                     return wait_idle(shared, stop, timeout, console.warning)
                 watchdog = _watch(launch, timeout, partial(show_life, shared))
             runtime = Runtime(job, device, console, stop, ledger, watchdog, home.storage)
             trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
             _write_job(launch, job)
-            launch.trains.set()
+            _begin(launch, job)
             state = trainer.train()
             if folder / "config.toml" in console.outages:
                 _write_job(launch, job)
@@ -257,6 +256,13 @@ def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
 
 def _lost_launcher(launch: _Launch) -> bool:
     return launch.stop.has_lost_launcher and not launch.trains.is_set()
+
+
+def _begin(launch: _Launch, job: LoadedConfig) -> None:
+    """Note that training begins: from here on, ranks of an elastic run train on until a new launcher joins."""
+    if job.choice:
+        launch.stop.launcher = None
+    launch.trains.set()
 
 
 def _end_with_launcher(launch: _Launch) -> None:

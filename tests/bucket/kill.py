@@ -1,8 +1,11 @@
-"""Kill -9 at any moment, of a run in a bucket: python -m tests.bucket.kill [--kills 100] [--seed 0] [--steps 60]
+"""Kill -9 at any moment, of a run in a bucket: python -m tests.bucket.kill [--kills 100] [--seed 0] [--elastic]
 
 Two ranks of a torchrun that starts them again train, and save every few steps. Again and again something is killed,
 mostly while a save is on its way: ranks, the host with torchrun and all ranks, the server's gateway, which comes back,
 or several at once. After a host, another one goes on, half of the times with an empty disk.
+
+With `--elastic`, each launch has one to four ranks, and torchrun may be killed alone: its ranks train on beside those
+that go on in their place, and must end by themselves.
 
 A run that has come to its end must have the weights, the optimizer state and the curve of an undisturbed run on a disk,
 bit for bit, and the bucket must have nothing but what belongs to it. A launch takes another for dead sooner than
@@ -32,7 +35,10 @@ from tests.preloaded import FIRST, Child, Server, state
 from tests.torture.kill import RANKS, assert_equal, told, wait_for_a_moment, wait_for_end, wait_until, words
 
 STEPS = 60
-KINDS = ("rank 0", "rank 1", "ranks", "host", "server", "server and rank 0")
+KINDS = ("rank 0", "last rank", "ranks", "host", "server", "server and rank 0")
+ELASTIC_WORDS = "--elastic.enable true --training.reduction exact"
+MOST_RANKS = 4
+"""Of an elastic launch; of three, one waits."""
 PATIENCE_SECONDS = 300
 OWN = ("config.toml", "metrics.jsonl", "run.log", "status.json", "checkpoints", "incarnations", "crashes", "hangs")
 """What the folder of a run in a bucket may have."""
@@ -45,7 +51,9 @@ def hurry() -> None:
     bucket_launch._POLL_SECONDS /= 10
 
 
-def torture(ceph: Ceph, folder: Path, kills: int, seed: int = 0, steps: int = STEPS) -> Counter[str]:
+def torture(
+    ceph: Ceph, folder: Path, kills: int, seed: int = 0, steps: int = STEPS, elastic: bool = False
+) -> Counter[str]:
     """Kill at least `kills` times; returns how often what was killed, and how many runs came to their end.
 
     Raises:
@@ -54,13 +62,14 @@ def torture(ceph: Ceph, folder: Path, kills: int, seed: int = 0, steps: int = ST
     dice = random.Random(seed)
     done: Counter[str] = Counter()
     with Server(folder / "tmp") as server:
-        whole = _Run(server, ceph, folder, str(folder / "whole"), steps)
+        whole = _Run(server, ceph, folder, str(folder / "whole"), steps, elastic)
         assert whole.launch(folder).wait(PATIENCE_SECONDS) == 0, whole.said()
         while done.total() - done["runs"] < kills:
             url = f"s3://keel/kills-{seed}-{done['runs']}"
-            run = _Run(server, ceph, folder, url, steps)
+            run = _Run(server, ceph, folder, url, steps, elastic)
             _train(run, dice, done, kills)
             run.wait_for_server()
+            wait_for_end(run.orphans)
             _check(url, folder, steps)
             done["runs"] += 1
             print(dict(done), flush=True)
@@ -70,10 +79,15 @@ def torture(ceph: Ceph, folder: Path, kills: int, seed: int = 0, steps: int = ST
 class _Run:
     """A run, whose launches all say what they say in one file."""
 
-    def __init__(self, server: Server, ceph: Ceph, folder: Path, place: str, steps: int) -> None:
+    def __init__(self, server: Server, ceph: Ceph, folder: Path, place: str, steps: int, elastic: bool) -> None:
         self.server = server
         self.ceph = ceph
-        self._words = words(place, steps)  # type: ignore[arg-type]
+        self.elastic = elastic
+        self.n_ranks = RANKS
+        """Of the next launch, or of the one that trains."""
+        self.orphans: set[int] = set()
+        """Process ids of ranks whose torchrun was killed."""
+        self._words = f"{words(place, steps)} {ELASTIC_WORDS if elastic else ''}"  # type: ignore[arg-type]
         self.folder = folder / Path(place).name
         """With the folders of its hosts."""
         self.place = place
@@ -82,9 +96,18 @@ class _Run:
 
     def launch(self, host: Path) -> Child:
         host.mkdir(parents=True, exist_ok=True)
-        options = f"--standalone --nproc-per-node {RANKS} --max-restarts 10000 --monitor-interval 0.05"
+        self._launched = self._output.stat().st_size if self._output.exists() else 0
+        options = f"--standalone --nproc-per-node {self.n_ranks} --max-restarts 10000 --monitor-interval 0.05"
         environment = self.ceph.environment | {FIRST: "tests.bucket.kill:hurry"}
-        return self.server.torchrun(options, self._words, host, Path(f"{self.folder}.out"), environment)
+        return self.server.torchrun(options, self._words, host, self._output, environment)
+
+    @property
+    def _output(self) -> Path:
+        return Path(f"{self.folder}.out")
+
+    def trains(self) -> bool:
+        """Whether the ranks of the last launch, as first started or started again, have printed a step."""
+        return "tokens/s" in self._output.read_text()[self._launched :]
 
     def kill_server(self, seconds: float) -> None:
         """Kill the gateway, and start it again after so long."""
@@ -99,7 +122,11 @@ class _Run:
 
     def wait_for_ranks(self, agent: Child) -> None:
         """Wait until torchrun has started all of them, or has ended."""
-        wait_until(lambda: len(self.server.ranks()) == RANKS or agent.poll() is not None, f"no ranks: {self.said()}")
+        wait_until(lambda: len(self.ranks()) == self.n_ranks or agent.poll() is not None, f"no ranks: {self.said()}")
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, of the ranks of the last launch that are alive."""
+        return {rank: pid for rank, pid in self.server.ranks().items() if pid not in self.orphans}
 
     def said(self) -> str:
         return told(self.folder)
@@ -109,6 +136,8 @@ def _train(run: _Run, dice: random.Random, done: Counter[str], kills: int) -> No
     """Launch, kill, and launch again, until the run has come to its end."""
     host = run.folder / "host-0"
     while True:
+        if run.elastic:
+            run.n_ranks = dice.randint(1, MOST_RANKS)
         agent = run.launch(host)
         try:
             while done.total() - done["runs"] < kills:
@@ -116,7 +145,7 @@ def _train(run: _Run, dice: random.Random, done: Counter[str], kills: int) -> No
                 here = host / "runs" / run.place.replace("://", "/")
                 if wait_for_a_moment(here, [agent], dice):
                     break
-                kind = dice.choice(KINDS)
+                kind = dice.choice((*KINDS, "torchrun") if run.elastic else KINDS)
                 done[kind] += 1
                 _kill(kind, run, agent, dice)
                 if agent.poll() is not None:
@@ -127,18 +156,23 @@ def _train(run: _Run, dice: random.Random, done: Counter[str], kills: int) -> No
         if code == 0:
             return
         assert code == -signal.SIGKILL, f"torchrun ended with {code}: {run.said()}"
-        wait_for_end(run.server.ranks().values())
+        wait_for_end(run.ranks().values())
         if dice.random() < 0.5:
             run.hosts += 1
             host = run.folder / f"host-{run.hosts}"
 
 
 def _kill(kind: str, run: _Run, agent: Child, dice: random.Random) -> None:
-    ranks = run.server.ranks()
-    victims = {"rank 0": [0], "rank 1": [1], "ranks": [0, 1], "server and rank 0": [0], "host": [0, 1]}.get(kind, [])
+    if kind == "torchrun":  # before, ranks would end with it, but for these the server is the parent, not torchrun
+        wait_until(lambda: run.trains() or agent.poll() is not None, "no step is trained")
+    ranks = run.ranks()
+    some = {"rank 0": [0], "last rank": [run.n_ranks - 1], "server and rank 0": [0], "server": [], "torchrun": []}
+    victims = some.get(kind, list(ranks))
     if "server" in kind:
         run.kill_server(dice.uniform(0, 5))
-    if kind == "host":
+    if kind == "torchrun":
+        run.orphans |= set(ranks.values())
+    if kind in ("host", "torchrun"):
         agent.kill()
         agent.wait(PATIENCE_SECONDS)
     for victim in victims:
@@ -172,6 +206,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
+    parser.add_argument(
+        "--elastic", action="store_true", help="launches of one to four ranks, and torchrun killed alone"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -180,7 +217,7 @@ def main() -> None:
         ceph.start()
         os.environ.update(ceph.environment)
         make_bucket()
-        done = torture(ceph, Path(folder), options.kills, options.seed, options.steps)
+        done = torture(ceph, Path(folder), options.kills, options.seed, options.steps, options.elastic)
     kills = done.total() - done["runs"]
     print(f"{kills} kills, {done['runs']} runs to their end, bit for bit ({time.monotonic() - started:.0f} s)")
 

@@ -11,5 +11,6 @@ KILLS = 12
 
 
 @pytest.mark.long
-def test_kills_at_random_moments_cost_no_bit_and_leave_nothing(server: Ceph, tmp_path: Path):
-    assert torture(server, tmp_path, KILLS, steps=30)["runs"]
+@pytest.mark.parametrize("elastic", [False, True])
+def test_kills_at_random_moments_cost_no_bit_and_leave_nothing(server: Ceph, tmp_path: Path, elastic: bool):
+    assert torture(server, tmp_path, KILLS, steps=30, elastic=elastic)["runs"]

@@ -42,15 +42,16 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "moment",
+    ("moment", "words"),
     [
-        pytest.param("it has begun", marks=pytest.mark.slow),
-        pytest.param("libtorch is loaded", marks=pytest.mark.long),
-        pytest.param("the folder is taken", marks=pytest.mark.long),
+        pytest.param("it has begun", "", marks=pytest.mark.slow),
+        pytest.param("libtorch is loaded", "", marks=pytest.mark.long),
+        pytest.param("the folder is taken", "", marks=pytest.mark.long),
+        pytest.param("the folder is taken", "--elastic.enable true", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_whose_torchrun_is_killed_before_training_end(tmp_path: Path, moment: str):
-    launcher = start(tmp_path, LONG, ranks=2)
+def test_ranks_whose_torchrun_is_killed_before_training_end(tmp_path: Path, moment: str, words: str):
+    launcher = start(tmp_path, f"{LONG} {words}", ranks=2)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     wait_until(launcher, lambda: len(children.read_text().split()) == 2)
     ranks = list(map(int, children.read_text().split()))
@@ -62,4 +63,4 @@ def test_ranks_whose_torchrun_is_killed_before_training_end(tmp_path: Path, mome
         assert status(tmp_path / "run")["state"] == "preempted"
     assert launcher.stderr is not None
     assert "Traceback" not in launcher.stderr.read()
-    launch(tmp_path)
+    launch(tmp_path, words)
