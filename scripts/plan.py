@@ -276,7 +276,8 @@ class Plan:
             rank: estimate.parts | {"beside: NCCL, CUDA": estimate.communicators + CONTEXT_BYTES}
             for rank, estimate in self.largest.by_kind.items()
         }
-        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION)
+        stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
+        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION, stages)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""

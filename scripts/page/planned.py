@@ -24,6 +24,7 @@ def planned_page(
     device_bytes: int | None,
     steps: Mapping[int, Mapping[str, float]],
     version: str,
+    stages: tuple[str, str] = ("", ""),
 ) -> str:
     """Make the page.
 
@@ -32,14 +33,18 @@ def planned_page(
         held: bytes by part, by rank of the pipeline.
         device_bytes: the memory of a GPU, None if unknown.
         steps: seconds of a step by part, by rank of the pipeline; empty without a device.
+        version: Keel's.
+        stages: of a run with several, words for those that memory and a step are shown of.
     """
+    of_memory, of_step = stages
     room = max(device_bytes or 0, *(sum(parts.values()) for parts in held.values()))
     memory = {rank: {**parts, _FREE: room - sum(parts.values())} for rank, parts in held.items()}
     longest = max((sum(parts.values()) for parts in steps.values()), default=0.0)
     times = {rank: _in_order(parts, longest) for rank, parts in steps.items()}
-    sections = [f"<header><h1>{_text(title)}</h1></header>", section("Memory at the peak", _bars(memory, size))]
+    sections = [f"<header><h1>{_text(title)}</h1></header>"]
+    sections.append(section(f"Memory at the peak{of_memory}", _bars(memory, size)))
     if times:
-        sections.append(section("One step, by kind of work", _bars(times, brief)))
+        sections.append(section(f"One step{of_step}, by kind of work", _bars(times, brief)))
     sections += [section(heading, _table(rows)) for heading, rows in tables.items()]
     return document(title, "".join(sections), version)
 

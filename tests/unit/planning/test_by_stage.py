@@ -152,3 +152,11 @@ def test_a_validated_job_chooses_for_the_largest_stage_that_it_reaches(monkeypat
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert 'memory_limit_gib = 60.0 chooses mode = "selective"' in validated()
     assert 'memory_limit_gib = 60.0 chooses mode = "none"' in validated("--training.steps", "1461498")
+
+
+def test_the_page_names_the_stages_that_it_draws(tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    assert plan.main(["olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100", "--html", str(page)]) == 0
+    text = page.read_text()
+    for heading in ("Memory at the peak of stage 3", "One step of stage 1, by kind of work", "Its stages (estimate)"):
+        assert heading in text
