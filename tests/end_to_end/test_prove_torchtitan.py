@@ -1,4 +1,4 @@
-"""The example of docs/prove.md with torchtitan's own Llama 3, where torchtitan 0.3 is installed."""
+"""The example of docs/exactness.md with torchtitan's own Llama 3, where torchtitan 0.3 is installed."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ A_WRONG_LOSS = "value = loss(model, part)\n"
 
 def example() -> str:
     """The block of the page."""
-    page = (ROOT / "docs" / "prove.md").read_text()
+    page = (ROOT / "docs" / "exactness.md").read_text()
     return TITLE + page.partition(TITLE)[2].partition("```")[0]
 
 
