@@ -168,7 +168,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel train fineweb_edu_1b.toml --ranks 8 --validate": "keel train fineweb_edu_1b.toml --ranks 8 --validate"
     " --model.vocab_size 1000",
     "keel plan fineweb_edu_1b.toml --ranks 8 --device h100 --price 2.5": "keel plan fineweb_edu_1b.toml --ranks 8"
-    " --device h100 --price 2.5 > plan && grep 'about 43.2 GiB' plan && grep '4 h 42 min' plan && grep '94 at 2.5' plan",
+    " --device h100 --price 2.5 > plan && grep '43.2 GiB' plan && grep '4 h 42 min' plan && grep '94 at 2.5' plan",
     "keel train fineweb_edu_1b.toml --ranks 8 --training.steps 30 --job.output_dir runs/first_try": "keel train"
     f" fineweb_edu_1b.toml --training.steps 1 --job.output_dir runs/first_try {TINY_1B}",
     "keel train fineweb_edu_1b.toml --ranks 8": "keel train fineweb_edu_1b.toml --ranks 2 --training.steps 2"
