@@ -1,4 +1,4 @@
-"""The stages of a run: from which step on which keys apply (docs/stages.md).
+"""The stages of a run: from which step on which keys apply (docs/configs.md).
 
 A stage sets keys on top of what applied before it, and the result is an ordinary job, checked like any other. The
 table [lr_schedule] is the exception: a stage that sets a key of it begins another schedule, in which nothing is left of

@@ -305,7 +305,7 @@ class Average(Table):
 
 
 class Float8(Table):
-    """Float8 matmuls in the blocks, by the package torchao (docs/float8.md)."""
+    """Float8 matmuls in the blocks, by the package torchao (docs/performance.md)."""
 
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Scales: one for a tensor (the fastest), one for a row; rowwise_with_gw_hp: rows, and the weights' gradients in
@@ -409,7 +409,7 @@ class Fsdp(Table):
 
 
 class Comm(Table):
-    """How FSDP's communication overlaps computation (docs/communication.md)."""
+    """How FSDP's communication overlaps computation (docs/parallelism.md)."""
 
     streams: Literal["shared", "per_group"] = "shared"
     """Streams for all-gathers. shared: one; per_group: one per process group, so that none waits for another's."""
@@ -423,14 +423,14 @@ class Comm(Table):
 
 
 class Context(Table):
-    """Context parallelism: how attention reads the other ranks' parts of a sequence (docs/attention.md)."""
+    """Context parallelism: how attention reads the other ranks' parts of a sequence (docs/parallelism.md)."""
 
     method: Literal["gather", "ring", "all_to_all"] = "gather"
     """gather: all keys and values at once; ring: one rank's at a time; all_to_all: whole sequences, fewer heads."""
 
 
 class Expert(Table):
-    """Expert parallelism: how rows reach their experts (docs/mixture_of_experts.md)."""
+    """Expert parallelism: how rows reach their experts (docs/parallelism.md)."""
 
     exchange: Literal["uneven", "buffers"] = "uneven"
     """uneven: as many rows as there are, for which the host waits in each layer; buffers: of one size, no waiting."""
@@ -439,7 +439,7 @@ class Expert(Table):
 
 
 class Attention(Table):
-    """Which kernel computes attention (docs/attention.md)."""
+    """Which kernel computes attention (docs/performance.md)."""
 
     backend: Literal["auto", "cudnn", "flash2", "flash3", "flex"] = "auto"
     """auto: torch's choice; cudnn; flash2: FlashAttention 2 (on a CPU, torch's own); flash3: FlashAttention 3, an extra
@@ -458,7 +458,7 @@ class Pipeline(Table):
 
 
 class ActivationCheckpoint(Table):
-    """Which activations the backward pass recomputes instead of keeping (docs/activation_checkpointing.md)."""
+    """Which activations the backward pass recomputes instead of keeping (docs/performance.md)."""
 
     memory_limit_gib: Annotated[
         NonNegativeFloat | Literal["device"],
@@ -610,7 +610,7 @@ class Fault(Table):
 
 
 class Stage(Table):
-    """What changes within the run, from a step on: keys under their own names (docs/stages.md)."""
+    """What changes within the run, from a step on: keys under their own names (docs/configs.md)."""
 
     at_step: PositiveInt | None = None
     """Steps of the run before the stage."""

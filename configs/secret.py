@@ -1,7 +1,7 @@
 """Keyed hashes for the values that decide something and reach ranks and hosts through a store on the network.
 
 torch's store accepts values from anyone who reaches its port. Each value that Keel writes there therefore has a hash
-whose key is KEEL_SECRET. The launch files make or ask for the secret, and all hosts have it (docs/security.md, "The
+whose key is KEEL_SECRET. The launch files make or ask for the secret, and all hosts have it (docs/stopping.md, "The
 network"). Without KEEL_SECRET the key is empty: a host that has one and a host that has none do not accept each other's
 values.
 """
@@ -40,6 +40,6 @@ def verified(name: str, content: bytes) -> str:
     if not hmac.compare_digest(given, keyed_hash(name, text)):
         raise Forged(
             f"the store has a value with a wrong keyed hash under {name}, which is refused: {SECRET} is not the same "
-            "on all hosts, or somebody else has reached the store's port (docs/security.md)"
+            "on all hosts, or somebody else has reached the store's port (docs/stopping.md)"
         )
     return text

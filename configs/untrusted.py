@@ -2,7 +2,7 @@
 
 A folder from a third party may hold a pipe in place of a file (reading it never ends), a sparse file of terabytes, JSON
 nested deeper than a parser can follow, or a name with an escape sequence that redraws the reader's screen.
-docs/security.md says what is bounded and what is not.
+docs/checkpoints.md says what is bounded and what is not.
 """
 
 import errno

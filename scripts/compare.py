@@ -3,7 +3,7 @@
 A and B are job files, trained one after the other in processes of their own, or the folders of two finished runs. With
 --sweep table.key=VALUE,VALUE there is one job file, and each value is compared with the first. Keys set on the command
 line (--table.key VALUE) apply to all. The same command continues: what is finished is not trained again.
-docs/reports.md explains what is reported.
+docs/evaluation.md explains what is reported.
 """
 
 import argparse

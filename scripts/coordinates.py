@@ -6,7 +6,7 @@
 The first trains the job for a few steps at each width, and shows how the mean size of its activations grows with the
 width. The second trains it to its end at each width with each learning rate, and shows which rate is best. Both do so
 with muP, whose base is model.mup_base_dim or else the job's dim, and without it, in this process, and draw a picture.
-Keys of the job (--table.key VALUE) make it small enough. docs/scaling.md has both pictures of debug.toml.
+Keys of the job (--table.key VALUE) make it small enough. docs/optimizers.md has both pictures of debug.toml.
 """
 
 import argparse

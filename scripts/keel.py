@@ -113,7 +113,7 @@ def _train(words: list[str]) -> NoReturn:
         elastic = "RENDEZVOUS_HOST runs scripts/launch/rendezvous.py (docs/stopping.md)."
         where = elastic if ":" in options.nodes else "FIRST_HOST is the name of one of them."
         print(f"# Start this on each host, with the same JOB_ID; {where}", file=sys.stderr)
-        print(f"# Before it, on each host: export {SECRET}={token_hex(32)} (docs/security.md)", file=sys.stderr)
+        print(f"# Before it, on each host: export {SECRET}={token_hex(32)} (docs/stopping.md)", file=sys.stderr)
         train.end_process(0)
     os.environ.setdefault(LAUNCHER, "keel train")
     if options.ranks and options.ranks > 1 and not is_question:

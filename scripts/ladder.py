@@ -7,7 +7,7 @@ The first trains the job at five smaller widths, each with three seeds, one afte
 fits a scaling law to their validation losses; and predicts the job's, with an interval. The second, while the job
 trains or afterwards, shows its validation losses beside what was predicted for that part of the run. The same command
 continues: what is finished is not trained again. Keys set on the command line (--table.key VALUE) apply to all runs.
-docs/scaling.md says what is shrunk by which rule.
+docs/optimizers.md says what is shrunk by which rule.
 """
 
 import argparse

@@ -33,7 +33,7 @@ BOUNDS = {
 Adam amplifies round-off where a gradient is near zero (5e-4 after three steps). Norms differ by less than 1e-6 with
 Adam; Muon scales the smallest directions of a gradient up to the largest, and round-off with them (2e-5). bfloat16
 means the mixed precision of the job files for GPUs, against a reference in float32. The next are for float8 matmuls
-whose sums, of float32, a mesh cuts or orders differently from the reference (docs/float8.md derives them); and for
+whose sums, of float32, a mesh cuts or orders differently from the reference (docs/performance.md derives them); and for
 models that cast to float32 themselves, whatever type they are given."""
 
 

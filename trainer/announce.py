@@ -79,7 +79,7 @@ def note_on_secret(environment: Mapping[str, str]) -> str:
     """The remark on a run without a secret on several hosts, by torchrun's variables; "" if there is none."""
     if int(environment.get("GROUP_WORLD_SIZE", "1")) == 1 or environment.get(SECRET):
         return ""
-    return f"{SECRET} is not set: hosts believe anyone who writes to their store (docs/security.md)"
+    return f"{SECRET} is not set: hosts believe anyone who writes to their store (docs/stopping.md)"
 
 
 def _where(config: Config, choice: Choice) -> str:

@@ -205,7 +205,7 @@ class LlamaKeys(Table):
     """Standard deviation of the initial weights, before scaling by depth."""
     mup_base_dim: PositiveInt | None = None
     """Width (dim) of the model for which lr and init_std were tuned, which muP makes right for this dim, too
-    (docs/scaling.md); default: no muP."""
+    (docs/optimizers.md); default: no muP."""
     mup_base_head_dim: Annotated[PositiveInt | None, only_with("mup_base_dim")] = None
     """Width of one head of that model; default: head_dim, so that wider models have more heads."""
 

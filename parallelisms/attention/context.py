@@ -2,7 +2,7 @@
 
 The ranks of the `cp` axis read the same samples, and each keeps its part of the tokens (`shard_batch`). Positions are
 sharded along with them, since a rotary angle depends on the position in the whole sequence. One function of the model
-is replaced, the `attend` of the plan's attention modules, by one of three methods (docs/attention.md says
+is replaced, the `attend` of the plan's attention modules, by one of three methods (docs/parallelism.md says
 when to use which):
 
     gather      all ranks' keys and values at once (Llama 3, Dubey et al. 2024, section 3.3.2)

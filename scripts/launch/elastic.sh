@@ -6,7 +6,7 @@
 #   scripts/launch/elastic.sh JOB [--table.key VALUE ...]
 #
 # The secret (a file that only you can read, or KEEL_SECRET itself) is the same on all hosts, and the key of the hash that
-# each of Keel's values in the store has (docs/security.md, "The network"). KEEL_RENDEZVOUS is where
+# each of Keel's values in the store has (docs/stopping.md, "The network"). KEEL_RENDEZVOUS is where
 # scripts/launch/rendezvous.py runs. All hosts have the data, and share the run folder.
 # torchrun alone re-forms the job while its agent lives. This loop starts the agent again when it has ended: because the
 # store was gone, the host was cut off, or a host died while the ranks were being numbered.

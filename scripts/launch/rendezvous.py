@@ -5,7 +5,7 @@
 Start it on a host that outlives the hosts that train, such as a login node or a service of the cluster, and have it
 restarted if it ends (systemd: Restart=always). It holds a few kilobytes and no state of the run. It listens only on
 ADDRESS, a name or address of this host by which the others reach it; without --host, only this host does. Whoever
-reaches the port runs code on all hosts (docs/security.md, "The network"): it belongs behind a firewall.
+reaches the port runs code on all hosts (docs/stopping.md, "The network"): it belongs behind a firewall.
 
 `elastic.sh` asks it where its hosts meet, since torchrun closes a rendezvous for good when an agent fails. The answers
 have a keyed hash, so both need the KEEL_SECRET of the job:

@@ -24,7 +24,7 @@ FIRST_HOST=$(head -n 1 <<<"$HOSTS")
 PORT=${KEEL_PORT:-$((29500 + SLURM_JOB_ID % 3000))}
 # What an earlier launch has said, which has a time in it.
 BEFORE=$(cat "$FOLDER/status.json" 2>/dev/null)
-# srun passes it to all hosts: the key of the hash that Keel's values in torchrun's store have (docs/security.md).
+# srun passes it to all hosts: the key of the hash that Keel's values in torchrun's store have (docs/stopping.md).
 export KEEL_SECRET="${KEEL_SECRET:-$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')}"
 
 # By itself torchrun would die of SIGUSR1: --signals-to-handle makes it pass it on, and wait for the ranks.

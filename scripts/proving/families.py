@@ -197,7 +197,7 @@ _HEAD = """# Families of transformers by technique
 
 Made by `{command}` with transformers {version} and torch {torch}.
 
-Each family's default configuration, [made small](prove.md#what-it-does), trains for four steps in float64 with each
+Each family's default configuration, [made small](exactness.md#what-it-does), trains for four steps in float64 with each
 technique alone, and losses, gradient norms, first gradients, weights and buffers are compared with one process in plain
 PyTorch. The first column compares logits with those of the model that transformers itself builds, of the same weights.
 

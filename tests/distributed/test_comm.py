@@ -125,12 +125,12 @@ def test_a_group_does_not_wait_behind_another(ranks):
     assert all(behind == 0 < waits for *_, waits, behind in per_group)
 
 
-EXAMPLE = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "docs/communication.md").read_text(), re.DOTALL)[1]
+EXAMPLE = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "docs/parallelism.md").read_text(), re.DOTALL)[1]
 CALL = "streams = separate_streams(model)"
 
 
 def run_example(code: str) -> tuple[float, list[torch.Tensor], int]:
-    """The example of docs/communication.md: its last loss, this rank's weights and the number of streams."""
+    """The example of docs/parallelism.md: its last loss, this rank's weights and the number of streams."""
     space = {"streams": 0}
     torch.manual_seed(0)
     exec(code, space)

@@ -1,4 +1,4 @@
-"""The example of docs/reports.md: Optuna searches, and Keel trains."""
+"""The example of docs/evaluation.md: Optuna searches, and Keel trains."""
 
 import subprocess
 import sys

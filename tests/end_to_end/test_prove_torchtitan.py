@@ -1,4 +1,4 @@
-"""The example of docs/prove.md with torchtitan's own Llama 3, where torchtitan 0.3 is installed."""
+"""`keel.prove` of torchtitan's own Llama 3, where torchtitan 0.3 is installed."""
 
 import os
 import subprocess
@@ -9,14 +9,8 @@ import pytest
 
 from tests.end_to_end.launch import ENVIRONMENT, ROOT
 
-TITLE = "# torchtitan's Llama 3 by its own parallelize_llama"
+EXAMPLE = Path(__file__).with_name("prove_torchtitan.py").read_text()
 A_WRONG_LOSS = "value = loss(model, part)\n"
-
-
-def example() -> str:
-    """The block of the page."""
-    page = (ROOT / "docs" / "prove.md").read_text()
-    return TITLE + page.partition(TITLE)[2].partition("```")[0]
 
 
 def proved(folder: Path, text: str, ranks: int) -> subprocess.CompletedProcess[str]:
@@ -34,7 +28,7 @@ def proved(folder: Path, text: str, ranks: int) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchtitan_is_its_own_model_in_one_process(tmp_path: Path, ranks: int):
     pytest.importorskip("torchtitan")
-    ran = proved(tmp_path, example(), ranks)
+    ran = proved(tmp_path, EXAMPLE, ranks)
     assert ran.returncode == 0, ran.stderr
     assert "equal: loss, norm and 45 gradients" in ran.stdout
 
@@ -42,7 +36,7 @@ def test_torchtitan_is_its_own_model_in_one_process(tmp_path: Path, ranks: int):
 @pytest.mark.slow
 def test_a_loss_that_is_not_divided_is_found(tmp_path: Path):
     pytest.importorskip("torchtitan")
-    text = example().replace("value = loss(model, part) / dims.dp_shard\n", A_WRONG_LOSS)
+    text = EXAMPLE.replace("value = loss(model, part) / dims.dp_shard\n", A_WRONG_LOSS)
     assert A_WRONG_LOSS in text
     ran = proved(tmp_path, text, 4)
     assert ran.returncode != 0

@@ -8,7 +8,7 @@ hidden part takes. A pipeline waits for its slowest rank, and while it fills and
 
 What is counted is exact: FLOPs (`flops`), parameters and optimizer state (`memory`, `states`), bytes of collectives (as
 `traffic` traces them; a test compares). What is modelled: the bytes of elementwise kernels per token, which were
-counted once on jobs of this repository (docs/performance.md, "What a step asks of a GPU"), all rates, and what
+counted once on jobs of this repository (docs/measurements.md, "Estimates for one H200"), all rates, and what
 overlaps.
 """
 
