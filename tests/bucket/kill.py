@@ -96,7 +96,7 @@ class _Run:
 
     def launch(self, host: Path) -> Child:
         host.mkdir(parents=True, exist_ok=True)
-        self._launched = self._output.stat().st_size if self._output.exists() else 0
+        self.note_start()
         options = f"--standalone --nproc-per-node {self.n_ranks} --max-restarts 10000 --monitor-interval 0.05"
         environment = self.ceph.environment | {FIRST: "tests.bucket.kill:hurry"}
         return self.server.torchrun(options, self._words, host, self._output, environment)
@@ -105,9 +105,13 @@ class _Run:
     def _output(self) -> Path:
         return Path(f"{self.folder}.out")
 
+    def note_start(self) -> None:
+        """Note that ranks are about to start, or to start again."""
+        self._said_before = len(self._output.read_text()) if self._output.exists() else 0
+
     def trains(self) -> bool:
-        """Whether the ranks of the last launch, as first started or started again, have printed a step."""
-        return "tokens/s" in self._output.read_text()[self._launched :]
+        """Whether the ranks have printed a step since they started."""
+        return "tokens/s" in self._output.read_text()[self._said_before :]
 
     def kill_server(self, seconds: float) -> None:
         """Kill the gateway, and start it again after so long."""
@@ -180,6 +184,7 @@ def _kill(kind: str, run: _Run, agent: Child, dice: random.Random) -> None:
             os.kill(ranks[victim], signal.SIGKILL)
     if victims:
         wait_for_end(ranks.values())
+        run.note_start()
     time.sleep(dice.choice([0, 0, 0.1]))
 
 
