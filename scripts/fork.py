@@ -8,6 +8,7 @@ other. Nothing is trained yet: `keel train` with the new folder's config.toml do
 """
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -87,7 +88,8 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         )
     for warning in job.warnings:
         console.warning(warning)
-    console.line(f"to train it: keel train {output / 'config.toml'} --ranks N")
+    command = shlex.join(["keel", "train", str(output / "config.toml"), "--ranks", "N"])
+    console.line(f"to train it: {command}")
 
 
 def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:

@@ -103,7 +103,7 @@ def _make_all(call: Call, plan: Plan, share: int) -> tuple[int, int]:
         if unfinished.exists():
             raise
         raise UserError(
-            f"another call of shard {share}/{plan.shares} has begun after this one, and does its work: wait for that one"
+            f"another call of shard {share}/{plan.shares} has begun after this one, and does its work; wait for it"
         ) from None
     discard(unfinished)
     return len(left), len(there)
