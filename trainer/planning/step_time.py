@@ -168,6 +168,7 @@ def _left_out(config: Config) -> list[str]:
         ),
         "experts of unequal load": bool(config.model.n_experts),
         "what joins states and embeddings in model.multi_token": (n_further(config.model) > 0),
+        "later [[stages]], whose steps are taken to be like those of the first": bool(config.stages),
         "the host's time for data": True,
     }
     return [words for words, applies in asked.items() if applies]

@@ -166,6 +166,15 @@ def test_the_plan_says_what_a_step_and_the_run_take(capsys):
         assert words in out
 
 
+def test_the_plan_says_that_it_takes_all_steps_for_those_of_the_first_stage(capsys):
+    said = "later [[stages]], whose steps are taken to be like those of the first"
+    words = ["debug.toml", "--ranks", "1", "--device", "h100", "--json", "--training.compute_dtype", "bfloat16"]
+    for stages in ((), ("--stages", "[{at_step = 100, training.global_batch_size = 32}]")):
+        code, out, _ = run(capsys, *words, *stages)
+        assert code == 0
+        assert (said in json.loads(out)["time"]["left_out"]) == bool(stages)
+
+
 def test_the_plan_as_json(capsys):
     code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--price", "2", "--json")
     found = json.loads(out)
