@@ -166,13 +166,15 @@ def test_the_plan_says_what_a_step_and_the_run_take(capsys):
         assert words in out
 
 
-def test_the_plan_says_that_it_takes_all_steps_for_those_of_the_first_stage(capsys):
+def test_the_plan_says_that_it_takes_all_steps_for_those_of_the_first_stage(tmp_path, capsys):
     said = "later [[stages]], whose steps are taken to be like those of the first"
-    words = ["debug.toml", "--ranks", "1", "--device", "h100", "--json", "--training.compute_dtype", "bfloat16"]
-    for stages in ((), ("--stages", "[{at_step = 100, training.global_batch_size = 32}]")):
-        code, out, _ = run(capsys, *words, *stages)
+    words = ["--ranks", "1", "--device", "h100", "--json", "--training.compute_dtype", "bfloat16"]
+    staged = tmp_path / "staged.toml"
+    staged.write_text('base = "debug.toml"\n[[stages]]\nat_step = 100\ntraining.global_batch_size = 32\n')
+    for name, has_stages in (("debug.toml", False), (str(staged), True)):
+        code, out, _ = run(capsys, name, *words)
         assert code == 0
-        assert (said in json.loads(out)["time"]["left_out"]) == bool(stages)
+        assert (said in json.loads(out)["time"]["left_out"]) == has_stages
 
 
 def test_the_plan_as_json(capsys):
