@@ -2,8 +2,10 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -98,6 +100,19 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+def test_figures_that_a_full_disk_has_lost_are_an_error_and_those_of_a_closed_pipe_are_not(capsys):
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
+    assert run_command(lambda console: console.line("figures"), "stopped", full) == 1
+    assert capsys.readouterr().err == "error: the output can't be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), open(writer, "w") as pipe:
+        assert run_command(lambda console: console.line("figures"), "stopped", pipe) == 0
+    assert capsys.readouterr().err == ""
+    with suppress(OSError):
+        full.close()
 
 
 @pytest.mark.parametrize(
