@@ -140,7 +140,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
             f"another run from its weights, set checkpoint.init_from = {value_text(str(checkpoint))} in a job",
         )
     metadata = metadata_of(read_index(checkpoint), checkpoint)
-    shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).shapes.items()}
+    shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).saved.items()}
     if differences := shape_differences(metadata, shapes):
         raise ConfigError(
             f"{checkpoint} is of another model; {len(differences)} tensors differ:\n  {listed(differences)}\n"
