@@ -11,7 +11,7 @@ import pytest
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
-from scripts import data, plan, train_tokenizer
+from scripts import compare, data, plan, prepare_data, report, sample, train_tokenizer
 from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
@@ -113,6 +113,22 @@ def test_figures_that_a_full_disk_has_lost_are_an_error_and_those_of_a_closed_pi
     assert capsys.readouterr().err == ""
     with suppress(OSError):
         full.close()
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        (sample.main, ["nowhere", "--max-tokens", "3", "a prompt"], "nowhere: no such folder"),
+        (compare.main, ["a.toml", "--seeds", "1", "b.toml"], "job a.toml: no job file"),
+        (report.main, ["nowhere", "--output", "page.html", "elsewhere"], "nowhere"),
+        (prepare_data.main, ["nowhere", "--tokenizer", "t.model", "--output", "tokens", "elsewhere"], "t.model"),
+        (train_tokenizer.main, ["nowhere", "--output", "t", "--vocab-size", "300", "elsewhere"], "nowhere"),
+    ],
+)
+def test_options_may_stand_between_inputs(tmp_path, monkeypatch, capsys, main, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) in (1, 78)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
