@@ -46,10 +46,10 @@ PATIENT = Patience(request_seconds=90, seconds=180)
 
 
 class BucketError(OSError):
-    """A request to object storage has failed; it says nothing about what is stored there."""
+    """A request to object storage has failed; it says nothing about what is stored there.
 
-    def __init__(self, url: str, reason: str, number: int = errno.EIO) -> None:
-        super().__init__(number, reason, url)
+    Args: EIO, or EACCES if the same request fails again; the reason; the address.
+    """
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -230,11 +230,11 @@ class Bucket:
                 raise FileExistsError(errno.EEXIST, "it exists already", url) from None
             for pattern, reason in _MISTAKES.items():
                 if re.search(pattern, text):
-                    raise BucketError(self.url, reason + _region(text), errno.EACCES) from None
+                    raise BucketError(errno.EACCES, reason + _region(text), self.url) from None
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from None
             reasons = (reason for pattern, reason in _OUTAGES.items() if re.search(pattern, text))
-            raise BucketError(url, next(reasons, None) or _without_secrets(text)) from None
+            raise BucketError(errno.EIO, next(reasons, None) or _without_secrets(text), url) from None
 
 
 def _store(url: str, patience: Patience) -> Any:

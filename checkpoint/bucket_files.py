@@ -1,5 +1,6 @@
 """Files and folders that are brought from object storage whole, or put there."""
 
+import errno
 import mmap
 import os
 import socket
@@ -88,8 +89,8 @@ def bring(url: str, progress: Progress = lambda done, total, message: None) -> P
             _bring(bucket, key, stored, target / key)
             done += stored.size
     except (BucketError, FileNotFoundError) as error:
-        known = error if isinstance(error, BucketError) else BucketError(url, f"it changes meanwhile: {error}")
-        raise known.for_user() from None
+        changes = BucketError(errno.EIO, f"it changes meanwhile: {error}", url)
+        raise (error if isinstance(error, BucketError) else changes).for_user() from None
     for path in [path for path in target.rglob("*") if path.is_file()]:
         if path.relative_to(target).as_posix() not in objects:
             path.unlink()

@@ -11,6 +11,9 @@ from checkpoint.index import read_metadata
 from checkpoint.tensor_stream import entry_of, read_tensor
 from configs.errors import UserError, listed
 
+MODEL = "model."
+"""What the names of the model's tensors begin with."""
+
 
 @dataclass(frozen=True)
 class TensorDifference:
@@ -60,13 +63,14 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 
 def shape_differences(metadata: Metadata, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """A line for each tensor of `shapes`, by name, that a checkpoint lacks or has in another shape."""
-    saved = metadata.state_dict_metadata
-    there = {name: list(size) for name in shapes if (size := getattr(saved.get(name), "size", None)) is not None}
+    """A line for each tensor of the model by which a checkpoint differs from `shapes`, which has them all, by name."""
+    saved = metadata.state_dict_metadata.items()
+    there = {name: list(entry.size) for name, entry in saved if name.startswith(MODEL) and hasattr(entry, "size")}
+    here = {name: list(shape) for name, shape in shapes.items()}
     return [
-        f"{name}: {there.get(name, 'no such tensor')} in the checkpoint, {list(shape)} here"
-        for name, shape in shapes.items()
-        if there.get(name) != list(shape)
+        f"{name}: {there.get(name, 'no such tensor')} in the checkpoint, {here.get(name, 'no such tensor')} here"
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
     ]
 
 

@@ -18,7 +18,7 @@ from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.bucket_storage import place_told, storage_of
-from checkpoint.compare import shape_differences
+from checkpoint.compare import MODEL, shape_differences
 from checkpoint.find import find_checkpoint
 from checkpoint.index import metadata_of, read_index, read_metadata
 from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
@@ -34,7 +34,6 @@ from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_each_rank, on_rank_zero
 
 TrainerState = dict[str, Any]
-MODEL = "model."
 OPTIMIZER = "optimizer."
 AVERAGE = "average."
 UPDATES = "average_updates"

@@ -209,18 +209,30 @@ def measure_memory(shards: Mapping[str, Shard], group: dist.ProcessGroup) -> Hos
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated now: free on this machine without swapping, within a cluster's or container's limit.
+    """Bytes that can be allocated now: free on this machine without swapping, within a cluster's or container's limits.
 
-    On systems other than Linux, all memory of the machine.
+    A limit may stand at the process's control group or at one around it (Slurm's are at the job and the step, its tasks
+    have none). On systems other than Linux, all memory of the machine.
     """
     if not (root / "proc/meminfo").exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    groups = (root / "proc/self/cgroup").read_text().splitlines()
-    group = root / "sys/fs/cgroup" / next((line[4:] for line in groups if line.startswith("0::/")), "")
-    limit = group / "memory.max"
-    used = group / "memory.current"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return free
-    return min(free, int(limit.read_text()) - int(used.read_text()))
+    names = (root / "proc/self/cgroup").read_text().splitlines()
+    top = root / "sys/fs/cgroup"
+    own = top / next((line[4:] for line in names if line.startswith("0::/")), "")
+    groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
+    limited = [group for group in groups if _limit(group) != "max"]
+    return min([free, *map(_left_in, limited)])
+
+
+def _limit(group: Path) -> str:
+    file = group / "memory.max"
+    return file.read_text().strip() if file.exists() else "max"
+
+
+def _left_in(group: Path) -> int:
+    """Bytes below a control group's limit; pages of files that nobody has read lately make room when it is reached."""
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+    return int(_limit(group)) - used

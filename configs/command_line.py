@@ -230,7 +230,8 @@ def _misunderstood(flag: str, value: str | None) -> str:
         return f"{flag}: unknown flag; {hint}"
     key = find((flag[2:],))
     if key and key.is_table:
-        return f"{flag}: is a table; set its keys one by one: {flag}.KEY VALUE"
+        first = ".0" if key.type == "list of tables" else ""
+        return f"{flag}: is a {key.type}; set its keys one by one: {flag}{first}.KEY VALUE"
     known = ["--config", *_ACTIONS]
     near = next(iter(get_close_matches(flag, known, 1, 0.75)), None) or nearest(flag.lstrip("-"))
     return f"{flag}: unknown flag; " + (f"did you mean --{near.lstrip('-')}?" if near else "--help lists all flags")

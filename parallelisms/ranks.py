@@ -6,7 +6,7 @@ values are JSON: floats arrive as they are (NaN and infinities, too), tuples as 
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.errors import KeelError
 
+Kind = TypeVar("Kind", bound=Exception)
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 
@@ -66,7 +67,8 @@ def on_each_rank(group: dist.ProcessGroup | None, action: Callable[[], None]) ->
 def error_as_json(error: Exception) -> list[Json]:
     """An error for another rank."""
     if isinstance(error, OSError):
-        return ["OSError", error.errno, error.strerror or str(error), error.filename and str(error.filename)]
+        place = error.filename and str(error.filename)
+        return ["OSError", type(error).__name__, error.errno, error.strerror or str(error), place]
     return [type(error).__name__, *map(str, error.args)]
 
 
@@ -74,7 +76,10 @@ def error_of(told: list[Any]) -> Exception:
     """An error that another rank has told: of the same type if it is Keel's or the system's, else a RuntimeError."""
     kind, *arguments = told
     if kind == "OSError":
-        return OSError(*arguments)
+        name, *arguments = arguments
+        # Those of Python itself follow from the number; others may be made in another way.
+        files = {each.__name__: each for each in _kinds_of(OSError) if each.__init__ is OSError.__init__}
+        return files.get(name, OSError)(*arguments)
     known = {each.__name__: each for each in _kinds_of(KeelError)}
     return known[kind](*arguments) if kind in known else RuntimeError(f"{kind}: {', '.join(arguments)}")
 
@@ -115,7 +120,7 @@ def _decoded(content: Tensor) -> Any:
     return json.loads(bytes(content.numpy()))
 
 
-def _kinds_of(kind: type[KeelError]) -> Iterator[type[KeelError]]:
+def _kinds_of(kind: type[Kind]) -> Iterator[type[Kind]]:
     yield kind
     for each in kind.__subclasses__():
         yield from _kinds_of(each)

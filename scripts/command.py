@@ -259,7 +259,11 @@ def run_command(work: Callable[[Console], int | None], if_stopped: str, out: Tex
     with Console(out=out) as console:
         try:
             with files_that_fail():
-                return work(console) or 0
+                code = work(console) or 0
+            lost = console.output_error
+            if isinstance(lost, OSError) and lost.errno in FULL:
+                raise cannot_print(lost)
+            return code
         except KeelError as error:
             console.error(str(error))
             return error.exit_code

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
         launch: how a run is started (default: as a process of its own).
     """
     own, words = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
+    options = _parser().parse_intermixed_args(own)
 
     def work(console: Console) -> None:
         options.configs = [str(place(each)) for each in options.configs]

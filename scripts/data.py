@@ -82,7 +82,7 @@ def find(options: argparse.Namespace, console: Console) -> None:
     from scripts.microscope.run_data import RunData
 
     run = RunData(options.run)
-    if (options.text is None) == (options.document is None):
+    if bool(options.text) == (options.document is not None):
         raise UserError("name either a text or --document N")
     places = islice(_places(run, options), options.most + 1)
     n_found = 0

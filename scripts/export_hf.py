@@ -4,10 +4,10 @@ CHECKPOINT is a run folder (its newest checkpoint), or a folder such as runs/deb
 any mesh. An export takes the memory of one file of weights (--max-shard-size). OUTPUT must not exist; it
 appears when it is complete.
 
-With --optimizer, OUTPUT gets the optimizer state for plain torch: adamw.pt (with Muon, also muon.pt), which
-torch.load(..., weights_only=True) reads and the optimizer's load_state_dict accepts; its groups and their param_names
-list the parameters that it needs, in order. The experts of a mixture stay sharded, in a file for each rank that wrote
-some, and index.json says where each part is. --gather chooses what is gathered.
+With --optimizer, OUTPUT gets the optimizer state for plain torch, in a file with the optimizer's name, adamw.pt (with
+Muon, in two), which torch.load(..., weights_only=True) reads and the optimizer's load_state_dict accepts; its groups
+and their param_names list the parameters that it needs, in order. The experts of a mixture stay sharded, in a file for
+each rank that wrote some, and index.json says where each part is. --gather chooses what is gathered.
 """
 
 import argparse

@@ -8,6 +8,7 @@ other. Nothing is trained yet: `keel train` with the new folder's config.toml do
 """
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -87,7 +88,8 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         )
     for warning in job.warnings:
         console.warning(warning)
-    console.line(f"to train it: keel train {output / 'config.toml'} --ranks N")
+    command = shlex.join(["keel", "train", str(output / "config.toml"), "--ranks", "N"])
+    console.line(f"to train it: {command}")
 
 
 def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:
@@ -138,7 +140,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
             f"another run from its weights, set checkpoint.init_from = {value_text(str(checkpoint))} in a job",
         )
     metadata = metadata_of(read_index(checkpoint), checkpoint)
-    shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).shapes.items()}
+    shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).saved.items()}
     if differences := shape_differences(metadata, shapes):
         raise ConfigError(
             f"{checkpoint} is of another model; {len(differences)} tensors differ:\n  {listed(differences)}\n"

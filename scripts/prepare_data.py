@@ -33,7 +33,7 @@ from trainer.report.console import Console
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the preparation; returns the exit code."""
     parser = prepare_parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.mask_after and not options.mask_until:
         parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
 

@@ -87,6 +87,8 @@ def replay(
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="keel-replay-") as temporary:
             return replay(run, step, console, ranks, words, Path(temporary))
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; name a new folder with --folder")
     from scripts.proof.replay import judge, plan
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ _TOLD = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
 
     def work(console: Console) -> None:
         runs = _read(options.runs, console)

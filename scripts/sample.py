@@ -45,7 +45,7 @@ SEPARATOR = "\n---\n"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sampling; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
 
     def work(console: Console) -> None:
         find_model(options.model, options.step)  # a wrong path costs no import of torch
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("model", type=place_argument, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
-    add("prompt", nargs="*", metavar="PROMPT", help="text to continue; several are computed as a batch")
+    add("prompt", nargs="*", default=[], metavar="PROMPT", help="text to continue; several are computed as a batch")
     add("--file", type=Path, metavar="FILE", help="also continue each line of this file; -: of standard input")
     add("--step", type=int, metavar="N", help="the run's checkpoint of this step (default: the newest)")
     add("--max-tokens", type=positive, default=200, metavar="N", help="new tokens per text (default: %(default)s)")

@@ -20,7 +20,7 @@ from trainer.report.console import Console
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     bad = BadFiles(options.max_bad_files, PATIENCE)
     texts = (text for name in options.inputs for text in documents(name, options.text_key, bad, options.separator))
 

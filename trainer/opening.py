@@ -97,8 +97,8 @@ class Opened:
                     compare_data(stage.config)
             self.config = config = with_imported_weights(config)
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation, runtime.storage)
-            shapes = skeleton(config.model).shapes
-            self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
+            saved = skeleton(config.model).saved
+            self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in saved.items()})
             """The checkpoint's record of the run; None if the run starts from scratch."""
             self.stages = [_as_opened(stage, config) for stage in job.stages]
             """All stages of the run."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from checkpoint.manifest import seal_of
-from checkpoint.reproducibility import CODE
+from checkpoint.reproducibility import CODE, changes
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.load import load
@@ -167,11 +167,18 @@ def reasons(planned: Plan, folder: Path, verdict: Verdict) -> Iterator[str]:
     changed = _job_changes(planned.launch, now, folder)
     if changed:
         yield f"job: {'; '.join(changed)}"
-    for name in (CODE, "torch"):
-        if name in verdict.changed:
-            yield f"{'code' if name == CODE else name}: {name} {verdict.changed[name]}"
+    if CODE in verdict.changed:
+        yield f"code: {CODE} {verdict.changed[CODE]}{_folders_of_other_code(planned.launch, now)}"
+    if "torch" in verdict.changed:
+        yield f"torch: torch {verdict.changed['torch']}"
     if not (read_other or changed or {CODE, "torch"} & verdict.changed.keys()):
         yield "values: data, job, code and torch are the same; the weights at the beginning or a computation are not"
+
+
+def _folders_of_other_code(was: Launch, now: Launch) -> str:
+    """The folders in which Keel's code differs, as words at the end of a line; "" if the file has no hashes of them."""
+    folders = sorted(changes(was.code, now.code)) if was.code else []
+    return f", in {', '.join(folders)}" if folders else ""
 
 
 def _job_changes(was: Launch, now: Launch, folder: Path) -> list[str]:

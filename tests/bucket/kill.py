@@ -33,6 +33,7 @@ from tests.bucket.conftest import make_bucket
 from tests.debian import unpacked
 from tests.preloaded import FIRST, Child, Server, state
 from tests.torture.kill import RANKS, assert_equal, told, wait_for_a_moment, wait_for_end, wait_until, words
+from trainer.lifecycle import read_status
 
 STEPS = 60
 KINDS = ("rank 0", "last rank", "ranks", "host", "server", "server and rank 0")
@@ -96,7 +97,6 @@ class _Run:
 
     def launch(self, host: Path) -> Child:
         host.mkdir(parents=True, exist_ok=True)
-        self.note_start()
         options = f"--standalone --nproc-per-node {self.n_ranks} --max-restarts 10000 --monitor-interval 0.05"
         environment = self.ceph.environment | {FIRST: "tests.bucket.kill:hurry"}
         return self.server.torchrun(options, self._words, host, self._output, environment)
@@ -105,13 +105,10 @@ class _Run:
     def _output(self) -> Path:
         return Path(f"{self.folder}.out")
 
-    def note_start(self) -> None:
-        """Note that ranks are about to start, or to start again."""
-        self._said_before = len(self._output.read_text()) if self._output.exists() else 0
-
-    def trains(self) -> bool:
-        """Whether the ranks have printed a step since they started."""
-        return "tokens/s" in self._output.read_text()[self._said_before :]
+    def step(self, here: Path) -> int:
+        """The step of the ranks of the last launch, on a host's folder; 0 before they have taken the run."""
+        status = read_status(here)
+        return status.get("step", 0) if status.get("pid") == self.ranks().get(0) else 0
 
     def kill_server(self, seconds: float) -> None:
         """Kill the gateway, and start it again after so long."""
@@ -151,6 +148,8 @@ def _train(run: _Run, dice: random.Random, done: Counter[str], kills: int) -> No
                     break
                 kind = dice.choice((*KINDS, "torchrun") if run.elastic else KINDS)
                 done[kind] += 1
+                if kind == "torchrun":
+                    _wait_for_steps(run, agent, here)
                 _kill(kind, run, agent, dice)
                 if agent.poll() is not None:
                     break
@@ -166,9 +165,19 @@ def _train(run: _Run, dice: random.Random, done: Counter[str], kills: int) -> No
             host = run.folder / f"host-{run.hosts}"
 
 
+def _wait_for_steps(run: _Run, agent: Child, here: Path) -> None:
+    """Wait until the ranks train. Before, they would end with torchrun, but these are the server's children."""
+    first: list[int] = []
+
+    def trains() -> bool:
+        step = run.step(here)
+        first.extend([step] * (step > 0 and not first))
+        return bool(first) and step > first[0]
+
+    wait_until(lambda: trains() or agent.poll() is not None, "no step is trained")
+
+
 def _kill(kind: str, run: _Run, agent: Child, dice: random.Random) -> None:
-    if kind == "torchrun":  # before, ranks would end with it, but for these the server is the parent, not torchrun
-        wait_until(lambda: run.trains() or agent.poll() is not None, "no step is trained")
     ranks = run.ranks()
     some = {"rank 0": [0], "last rank": [run.n_ranks - 1], "server and rank 0": [0], "server": [], "torchrun": []}
     victims = some.get(kind, list(ranks))
@@ -184,7 +193,6 @@ def _kill(kind: str, run: _Run, agent: Child, dice: random.Random) -> None:
             os.kill(ranks[victim], signal.SIGKILL)
     if victims:
         wait_for_end(ranks.values())
-        run.note_start()
     time.sleep(dice.choice([0, 0, 0.1]))
 
 

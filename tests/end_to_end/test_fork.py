@@ -1,6 +1,7 @@
 """keel fork: a run that begins at a checkpoint of another, with other keys or another mixture."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -73,6 +74,7 @@ def test_a_fork_needs_nothing_of_its_run_and_is_resumed_as_it_was_made(tmp_path,
         (["--without", "c"], "has no such source of data; it has a, b"),
         (["--without", "a", "--without", "b"], "no source of data is left"),
         (["--model.ffn_dim", "32"], "is of another model; 6 tensors differ"),
+        (["--model.tie_embeddings", "true"], "model.lm_head.weight: [256, 32] in the checkpoint, no such tensor here"),
         (["--optimizer.name", "lion"], "--optimizer.name: the checkpoint has the state of adamw"),
         (["--optimizer.lrr", "1"], "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         (["--training.global_batch_size", "7"], "global_batch_size"),
@@ -82,6 +84,12 @@ def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, wo
     assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_to_train_it_can_be_pasted(tmp_path, run, capsys):
+    assert fork.main([str(run), "--output", str(tmp_path / "my fork")]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("to train it: ")
+    assert shlex.split(command) == ["keel", "train", str(tmp_path / "my fork/config.toml"), "--ranks", "N"]
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path, run, capsys):

@@ -31,6 +31,8 @@ VARIABLES = (
 )
 """Variables by which the libraries choose their algorithms, or the precision of their matrix products."""
 _BFLOAT16_CAPABILITY = 8
+_FOLDER_DIGITS = 8
+"""The length of a folder's hash; each launch's record, which must stay small, has those of all folders."""
 THREADS = "threads (OMP_NUM_THREADS)"
 
 
@@ -64,6 +66,14 @@ def code_hashes() -> dict[str, str]:
 def code_hash() -> str:
     """One xxh3_64 over all of Keel's code."""
     return xxhash.xxh3_64_hexdigest(repr(code_hashes()).encode())
+
+
+def code_by_folder() -> dict[str, str]:
+    """The start of an xxh3_64 over the files of each folder of code, without those below it, and over train.py."""
+    files: dict[str, list[tuple[str, str]]] = {}
+    for path, digest in code_hashes().items():
+        files.setdefault(path.rpartition("/")[0] or path, []).append((path, digest))
+    return {folder: xxhash.xxh3_64_hexdigest(repr(own).encode())[:_FOLDER_DIGITS] for folder, own in files.items()}
 
 
 def device_type(job: LoadedConfig) -> str:

@@ -25,6 +25,8 @@ class Skeleton:
     shapes: Mapping[str, Shape]
     """Shapes of the parameters, by name; a tied parameter has one name."""
     plan: Plan
+    saved: Mapping[str, Shape]
+    """Shapes of what a checkpoint has of the model, by name: parameters, and buffers such as routers' biases."""
 
     @cached_property
     def _blocks(self) -> dict[str, int]:
@@ -104,4 +106,7 @@ def skeleton(model: AnyModel) -> Skeleton:
     """The skeleton of the model that `[model]` describes."""
     with torch.device("meta"):
         built = build_model(model)
-    return Skeleton({name: tuple(p.shape) for name, p in built.named_parameters()}, plan_of(built))
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    state = built.state_dict()
+    buffers = {name: tuple(buffer.shape) for name, buffer in built.named_buffers() if name in state}
+    return Skeleton(shapes, plan_of(built), shapes | buffers)

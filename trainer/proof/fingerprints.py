@@ -17,7 +17,7 @@ from configs.load import LoadedConfig
 from parallelisms.guards.fingerprint import GradientFingerprint
 from parallelisms.ranks import on_rank_zero
 from trainer.data.tokenizer import load_tokenizer
-from trainer.guards.environment import environment
+from trainer.guards.environment import code_by_folder, environment
 from trainer.guards.outages import Outages
 from trainer.guards.verdict import StepResult
 from trainer.planning.skeleton import skeleton
@@ -77,6 +77,7 @@ class Fingerprints:
                 parameters=[(name, prod(shapes[name])) for name in self._gradients.names],
                 job=self._job.to_toml(),
                 data={name: source["fingerprint"] for name, source in position["sources"].items()} | self._tokenizer(),
+                code=code_by_folder(),
             ).line()
         on_rank_zero(None, lambda: self._open(run.step, line))
 

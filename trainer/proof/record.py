@@ -36,6 +36,8 @@ class Launch:
     """The resolved job file."""
     data: dict[str, str] = field(default_factory=dict)
     """The fingerprint of each source, by its name, and the tokenizer's hash; empty in files of earlier versions."""
+    code: dict[str, str] = field(default_factory=dict)
+    """A hash of Keel's code in each folder (`environment.code_by_folder`); empty in files of earlier versions."""
 
     def line(self) -> str:
         """The line that stands in the file."""

@@ -54,7 +54,8 @@ class _Stream:
         """
         self._current = current
         self._warn = warn
-        self._is_lost = False
+        self.error: OSError | ValueError | None = None
+        """The first of writing; None: all was written."""
 
     def write(self, text: str) -> int:
         """Write, if the stream is open."""
@@ -73,8 +74,8 @@ class _Stream:
         try:
             action(self._current())
         except (OSError, ValueError) as error:  # ValueError: it was closed by this process
-            if not self._is_lost:
-                self._is_lost = True  # before warning: the warning may go to this very stream
+            if not self.error:
+                self.error = error  # before warning: the warning may go to this very stream
                 self._warn(getattr(error, "strerror", None) or str(error))
 
 
@@ -116,6 +117,11 @@ class Console:
         if self._log:
             self.outages.give_up(self._log)
         self._live = self._log = None
+
+    @property
+    def output_error(self) -> OSError | ValueError | None:
+        """Why a part of the standard output is lost; None: all of it was written."""
+        return self._out.error
 
     def log_to(self, path: Path) -> None:
         """Append everything to run.log as well from now on; only on rank 0."""

@@ -3,6 +3,7 @@
 The real server is in tests/bucket; a stub here answers as no real one can be made to.
 """
 
+import errno
 import http.server
 import os
 import sys
@@ -331,7 +332,7 @@ def test_a_bucket_that_can_not_be_read_now_is_no_damage(objects, tmp_path, monke
     host = Host(tmp_path / "b")
 
     def get(self, key):
-        raise BucketError(f"{URL}/{key}", "the server does not answer in time")
+        raise BucketError(errno.EIO, "the server does not answer in time", f"{URL}/{key}")
 
     monkeypatch.setattr(Bucket, "get", get)
     with pytest.raises(
@@ -348,7 +349,7 @@ def test_a_save_that_fails_is_tried_again_and_the_run_goes_on(objects, tmp_path,
 
     def fails(self, key, content):
         if "distcp" in key:
-            raise BucketError(f"{URL}/{key}", "the server is too busy (503)")
+            raise BucketError(errno.EIO, "the server is too busy (503)", f"{URL}/{key}")
         put(self, key, content)
 
     monkeypatch.setattr(Bucket, "put", fails)

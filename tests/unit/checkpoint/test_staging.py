@@ -14,17 +14,33 @@ NEEDED = 8 * 4 * 4 + 3 * 2 + 4 * 8 * 8 + 4  # of make_state
 
 
 def test_what_is_free(tmp_path):
-    for name, text in {
-        "proc/meminfo": "MemTotal:   900 kB\nMemAvailable:   500 kB\n",
-        "proc/self/cgroup": "0::/job/step_0\n",
-        "sys/fs/cgroup/job/step_0/memory.max": "max\n",
-        "sys/fs/cgroup/job/step_0/memory.current": "1000\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    """The least of the machine's memory and of what each group around the process leaves, without files' old pages."""
+    job = "sys/fs/cgroup/job"
+    step = f"{job}/step_0"
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    write({"proc/meminfo": "MemTotal:   900 kB\nMemAvailable:   500 kB\n", "proc/self/cgroup": "0::/job/step_0\n"})
     assert free_memory(tmp_path) == 500 * 1024
-    (tmp_path / "sys/fs/cgroup/job/step_0/memory.max").write_text("4000\n")
+    write(
+        {
+            f"{step}/memory.max": "max\n",
+            f"{step}/memory.current": "1000\n",
+            f"{step}/memory.stat": "anon 1000\ninactive_file 0\n",
+        }
+    )
+    assert free_memory(tmp_path) == 500 * 1024
+    write({f"{step}/memory.max": "4000\n"})
     assert free_memory(tmp_path) == 3000
+    write({f"{step}/memory.stat": "anon 300\nfile 700\ninactive_file 600\nactive_file 100\n"})
+    assert free_memory(tmp_path) == 3600
+    write(
+        {f"{job}/memory.max": "5000\n", f"{job}/memory.current": "2500\n", f"{job}/memory.stat": "inactive_file 600\n"}
+    )
+    assert free_memory(tmp_path) == 3100
     assert free_memory() > 1 << 20
 
 

@@ -59,6 +59,10 @@ def test_help_needs_nothing(words):
         (["--config", "a", "--lr=1"], ["--lr: unknown flag; did you mean --optimizer.lr?"]),
         (["--config", "a", "--valdate"], ["--valdate: unknown flag; did you mean --validate?"]),
         (["--config", "a", "--qqq"], ["--qqq: unknown flag; --help lists all flags"]),
+        (
+            ["--config", "a", "--stages", "[]"],
+            ["--stages: is a list of tables; set its keys one by one: --stages.0.KEY VALUE"],
+        ),
         (["--config", "a", "--mesh", "2"], ["--mesh: is a table; set its keys one by one: --mesh.KEY VALUE"]),
         (["--config", "a", "--validate", "--print-config"], ["--print-config and --validate: choose one"]),
         (

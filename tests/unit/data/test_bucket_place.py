@@ -266,7 +266,7 @@ def test_a_server_that_is_away_for_a_moment_is_waited_for_and_the_wait_is_told(f
     def get(self, key, start, stop):
         time.sleep(0.05)
         if time.monotonic() < back_at:
-            raise BucketError(self.url, "the server can't be reached", errno.EIO)
+            raise BucketError(errno.EIO, "the server can't be reached", self.url)
         return get_range(self, key, start, stop)
 
     monkeypatch.setattr(Bucket, "get_range", get)
@@ -284,7 +284,7 @@ def test_a_server_that_stays_away_ends_the_run_as_an_outage(folder, data, monkey
 
     def get(self, key, start, stop):
         time.sleep(0.05)
-        raise BucketError(f"{self.url}/{key}", "the server can't be reached")
+        raise BucketError(errno.EIO, "the server can't be reached", f"{self.url}/{key}")
 
     monkeypatch.setattr(Bucket, "get_range", get)
     with pytest.raises(OutageError, match=r"a\.tokens: the server can't be reached"):

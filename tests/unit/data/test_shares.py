@@ -21,6 +21,7 @@ from scripts.prepare_data import main as prepare_data
 from tests.preparing import call_of, prepare
 from trainer.data.text import documents, finish, hub, shares
 from trainer.data.text import prepare as module
+from trainer.data.text import shard as shard_module
 from trainer.data.text.plan import make_plan
 from trainer.data.text.shares import make_share
 from trainer.data.token_file import TokenFolder
@@ -186,6 +187,33 @@ def test_shares_that_run_at_the_same_time_make_one_plan(tmp_path, tokenizer):
     with small_parts(8 << 20):
         one(inputs, tmp_path / "one", tokenizer, validation_fraction=0.0)
     assert content(tmp_path / "out") == content(tmp_path / "one")
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_of_two_calls_of_one_share_the_later_does_it_and_the_earlier_says_so(tmp_path, tokenizer, monkeypatch, n):
+    """The later begins in the middle of a document of the earlier one; 8: a token file's pieces are divided."""
+    inputs = write_corpus(tmp_path)
+    output = tmp_path / "out"
+    one(inputs, tmp_path / "one", tokenizer)
+    texts_of = shares.texts_of
+    later = []
+
+    def texts_and_another_call(shard, bad):
+        for number, text in enumerate(texts_of(shard, bad)):
+            if number == 1 and not later:
+                later.append(None)
+                later.append(make_share(call(inputs, output, tokenizer), 0, n))
+            yield text
+
+    monkeypatch.setattr(shares, "texts_of", texts_and_another_call)
+    monkeypatch.setattr(shard_module, "texts_of", texts_and_another_call)
+    with pytest.raises(UserError, match=f"another call of shard 0/{n} has begun after this one, and does its work"):
+        make_share(call(inputs, output, tokenizer), 0, n)
+    assert later[1] == (len(list((tmp_path / ".out.shards").rglob("0*.json"))), 0)
+    for share in range(1, n):
+        make_share(call(inputs, output, tokenizer), share, n)
+    finish.finish(call(inputs, output, tokenizer))
+    assert content(output) == content(tmp_path / "one")
 
 
 # ------------------------------------------------------------------------------------------- lost workers

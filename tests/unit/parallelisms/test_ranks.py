@@ -2,12 +2,15 @@
 
 import ast
 import errno
+import json
 import math
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 import torch.distributed as dist
 
+from checkpoint.bucket import BucketError
 from checkpoint.manifest import Damaged
 from configs.errors import ConfigError
 from parallelisms.ranks import error_as_json, error_of, gather, on_rank_zero
@@ -99,6 +102,26 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks, kind, first, other, said):
     assert [name for name, *_ in told] == [first, other]
     assert all(said in text for _, text, _ in told)
     assert {number for *_, number in told} == {errno.ENOENT if kind == "missing" else None}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BucketError(errno.EACCES, "the server refuses the access key", "s3://runs/debug"),
+        PermissionError(errno.EACCES, "Permission denied", "/runs/debug"),
+        OSError("no number"),
+    ],
+)
+def test_an_error_of_the_system_arrives_with_its_type_and_text(error):
+    told = error_of(json.loads(json.dumps(error_as_json(error))))
+    assert (type(told), told.errno, told.filename) == (type(error), error.errno, error.filename)
+    assert str(error) in str(told)
+
+
+def test_an_error_of_the_system_that_is_made_in_another_way_arrives_as_one():
+    told = error_of(error_as_json(HTTPError("http://host", 404, "not found", {}, None)))
+    assert type(told) is OSError
+    assert "404" in str(told)
 
 
 def test_only_errors_of_keel_and_of_the_system_are_made_from_what_was_told():

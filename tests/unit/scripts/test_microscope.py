@@ -176,6 +176,11 @@ def test_find_a_text(run, capsys):
         assert len(spelled) < len(text) + 20
 
 
+def test_no_text_is_no_text_to_look_for(run, capsys):
+    assert main(["find", str(run), ""]) == 1
+    assert "name either a text or --document N" in capsys.readouterr().err
+
+
 def test_ledger(run, trained, capsys):
     assert main(["ledger", str(run), "--step", str(STEPS), "--json"]) == 0
     rows = {row["source"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}

@@ -233,3 +233,10 @@ def test_an_exchanged_checkpoint_is_found(copy, tmp_path):
     holds, said = said_by(replay, copy, 12, words=("--job.allow_run_change", "true"))
     assert not holds
     assert "NOT EQUAL: step 11 is the first" in said
+
+
+def test_a_replay_is_kept_in_a_folder_of_its_own(copy):
+    before = sorted(copy.rglob("*"))
+    with pytest.raises(UserError, match="is not empty; name a new folder with --folder"):
+        said_by(replay, copy, 3, folder=copy)
+    assert sorted(copy.rglob("*")) == before

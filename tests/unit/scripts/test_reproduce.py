@@ -1,6 +1,7 @@
 """One small file, from which others compute steps of a run again: equal, or what differs is named, and why."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -132,13 +133,17 @@ def test_another_weight_is_named_as_a_value(recorded, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
-    [("Keel's code", "0" * 16, "code: Keel's code 0000000000000000 -> "), ("torch", "2.0", "torch: torch 2.0 -> ")],
+    [
+        ("Keel's code", "0" * 16, r"code: Keel's code 0000000000000000 -> \w+, in models, trainer/gone\n"),
+        ("torch", "2.0", r"torch: torch 2\.0 -> "),
+    ],
 )
 def test_other_code_or_torch_is_named_if_values_differ_and_is_no_fault_if_they_do_not(
     recorded, tmp_path, monkeypatch, name, value, reason
 ):
     content = json.loads((recorded / "run.json").read_text())
     content["launch"]["environment"][name] = value
+    content["launch"]["code"] |= {"models": "0" * 8, "trainer/gone": "0" * 8}
     (tmp_path / "f").write_text(json.dumps(content))
     holds, said = said_by(reproduce, tmp_path / "f", steps=[3])
     assert holds
@@ -149,7 +154,18 @@ def test_other_code_or_torch_is_named_if_values_differ_and_is_no_fault_if_they_d
         holds, said = said_by(reproduce, tmp_path / "f", steps=[3])
     assert not holds
     assert "NOT EQUAL: step 1 is the first that differs by more than round-off" in said
-    assert reason in said
+    assert re.search(reason, f"{said}\n")
+
+
+def test_a_file_of_an_earlier_version_names_no_folder(recorded, tmp_path, monkeypatch):
+    content = json.loads((recorded / "run.json").read_text())
+    content["launch"]["environment"]["Keel's code"] = "0" * 16
+    del content["launch"]["code"]
+    (tmp_path / "f").write_text(json.dumps(content))
+    norm = Learner.grad_norm
+    monkeypatch.setattr(Learner, "grad_norm", lambda learner: norm(learner) * 1.01)
+    _, said = said_by(reproduce, tmp_path / "f", steps=[3])
+    assert re.search(r"code: Keel's code 0+ -> \w{16}\n", f"{said}\n")
 
 
 def test_what_is_no_such_file_is_refused(recorded, tmp_path):

@@ -2,14 +2,16 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
-from scripts import data, plan, train_tokenizer
+from scripts import compare, data, plan, prepare_data, report, sample, train_tokenizer
 from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
@@ -98,6 +100,35 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+def test_figures_that_a_full_disk_has_lost_are_an_error_and_those_of_a_closed_pipe_are_not(capsys):
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
+    assert run_command(lambda console: console.line("figures"), "stopped", full) == 1
+    assert capsys.readouterr().err == "error: the output can't be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), open(writer, "w") as pipe:
+        assert run_command(lambda console: console.line("figures"), "stopped", pipe) == 0
+    assert capsys.readouterr().err == ""
+    with suppress(OSError):
+        full.close()
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        (sample.main, ["nowhere", "--max-tokens", "3", "a prompt"], "nowhere: no such folder"),
+        (compare.main, ["a.toml", "--seeds", "1", "b.toml"], "job a.toml: no job file"),
+        (report.main, ["nowhere", "--output", "page.html", "elsewhere"], "nowhere"),
+        (prepare_data.main, ["nowhere", "--tokenizer", "t.model", "--output", "tokens", "elsewhere"], "t.model"),
+        (train_tokenizer.main, ["nowhere", "--output", "t", "--vocab-size", "300", "elsewhere"], "nowhere"),
+    ],
+)
+def test_options_may_stand_between_inputs(tmp_path, monkeypatch, capsys, main, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) in (1, 78)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,16 @@ def _make_all(call: Call, plan: Plan, share: int) -> tuple[int, int]:
     if left:
         share_path(call, share).unlink(missing_ok=True)
     done = sum(shard.n_bytes for shard in shards if shard.name in there)
-    do_all(_make, left, call.processes, call.progress, done)
-    discard(call.working / f"unfinished.{call.launch}")
+    unfinished = call.working / f"unfinished.{call.launch}"
+    try:
+        do_all(_make, left, call.processes, call.progress, done)
+    except FileNotFoundError:
+        if unfinished.exists():
+            raise
+        raise UserError(
+            f"another call of shard {share}/{plan.shares} has begun after this one, and does its work; wait for it"
+        ) from None
+    discard(unfinished)
     return len(left), len(there)
 
 
