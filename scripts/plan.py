@@ -309,7 +309,7 @@ class Plan:
 
 
 def _name(stage: "StagePlan", stages: "Sequence[StagePlan]") -> str:
-    """ "stage 3"; empty for the only stage of a run."""
+    """The name of one stage of several; empty for the only one of a run."""
     return f"stage {stage.number}" if len(stages) > 1 else ""
 
 
@@ -350,7 +350,7 @@ def planned(
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
-        proof = rehearse(stages[0].config, ranks)
+        proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]])
     return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, steps)
 
 

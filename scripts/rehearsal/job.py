@@ -1,6 +1,6 @@
 """The job that is rehearsed in place of a job: the same layers, ranks and micro-batches, in rows of a few numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,13 +33,14 @@ class RehearsalJob(NamedTuple):
     """What of the job it leaves out, for people."""
 
 
-def rehearsal_job(config: Config, ranks: int, folder: Path) -> RehearsalJob:
+def rehearsal_job(config: Config, ranks: int, folder: Path, later: Sequence[Config] = ()) -> RehearsalJob:
     """Make the job to rehearse for a job.
 
     Args:
-        config: the job.
+        config: the job, or the first stage of it.
         ranks: the number of its ranks.
         folder: the run folder.
+        later: the later stages, one of whose borders the rehearsed job has.
     """
     given = config.model_dump(exclude_unset=True)
     sizes = mesh_sizes(config, ranks)
@@ -47,12 +48,15 @@ def rehearsal_job(config: Config, ranks: int, folder: Path) -> RehearsalJob:
     model = given["model"] | family_of(config.model).small(config.model, cut)
     if isinstance(config.model, Model):
         model["n_layers"] = config.model.n_layers if config.pipeline.split else _layers(config)
-    left_out = ["[[stages]]"] if config.stages else []
+    training = _training(config, given["training"], sizes, cut)
+    border = _border(config, later, sizes, training)
+    has_documents = any(stage.data.document_mask for stage in (config, *later))
+    left_out: list[str] = []
     tables: dict[str, Any] = {
         "job": {"name": "rehearsal", "output_dir": str(folder), "device": "cpu", "grace_seconds": 3600},
         "model": model,
-        "data": _data(config),
-        "training": _training(config, given["training"], sizes, cut),
+        "data": _data(config, has_documents),
+        "training": training,
         "optimizer": small_optimizer(given["optimizer"], model),
         "lr_schedule": short_lr_schedule(given["lr_schedule"], STEPS),
         "mesh": sizes.axes,
@@ -61,10 +65,11 @@ def rehearsal_job(config: Config, ranks: int, folder: Path) -> RehearsalJob:
         "context": given.get("context", {}),
         "pipeline": given.get("pipeline", {}),
         "checkpoint": _checkpoint(given.get("checkpoint", {})),
-        "validation": _validation(config, sizes),
+        "validation": _validation(config, sizes, has_documents),
         "metrics": {"interval": 1, "tensorboard": False, "details_interval": 2 * bool(config.metrics.details_interval)},
         "fault": given.get("fault", {}) | {"compare_interval": 2 * bool(config.fault.compare_interval)},
         "average": given.get("average", {}) | ({"interval": 1, "start_step": 0} if config.average.interval else {}),
+        "stages": [{"at_step": 1} | border] if border else [],
     }
     if config.activation_checkpoint.mode in ("full", "selective"):
         tables["activation_checkpoint"] = given["activation_checkpoint"]
@@ -73,10 +78,10 @@ def rehearsal_job(config: Config, ranks: int, folder: Path) -> RehearsalJob:
             tables["float8"] = given["float8"] | {"emulate": True}
         else:
             left_out.append("[float8] (the package torchao is not installed)")
-    training = tables["training"]
     micro_batches = training["global_batch_size"] // sizes.dp
     layers = f"{model['n_layers']} layers, " if "n_layers" in model else ""
     size = f"{layers}{micro_batches} micro-batches of 1 x {training['seq_len']} tokens, short rows"
+    size += ", later stages as one" if border else ""
     return RehearsalJob(table_text({name: table for name, table in tables.items() if table}), size, left_out)
 
 
@@ -88,21 +93,21 @@ def _without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in keys}
 
 
-def _sources(config: Config, names: list[tuple[str, float]]) -> list[dict[str, Any]]:
+def _sources(names: list[tuple[str, float]], has_documents: bool) -> list[dict[str, Any]]:
     """Synthetic tokens under the names and weights of the job's sources."""
-    documents = {"document_length": 8} if config.data.document_mask else {}
+    documents = {"document_length": 8} if has_documents else {}
     return [{"name": name, "kind": "synthetic", "weight": weight, **documents} for name, weight in names]
 
 
-def _data(config: Config) -> dict[str, Any]:
-    sources = _sources(config, [(source.name, source.weight) for source in config.data.sources])
+def _data(config: Config, has_documents: bool) -> dict[str, Any]:
+    sources = _sources([(source.name, source.weight) for source in config.data.sources], has_documents)
     return {"sources": sources, "document_mask": config.data.document_mask}
 
 
-def _validation(config: Config, sizes: MeshSizes) -> dict[str, Any]:
+def _validation(config: Config, sizes: MeshSizes, has_documents: bool) -> dict[str, Any]:
     if not config.validation.interval:
         return {}
-    sources = _sources(config, [(source.name, source.weight) for source in config.validation.sources])
+    sources = _sources([(source.name, source.weight) for source in config.validation.sources], has_documents)
     return {"interval": 2, "sequences": min(config.validation.sequences, 2 * sizes.dp), "sources": sources}
 
 
@@ -114,6 +119,18 @@ def _training(config: Config, given: Mapping[str, Any], sizes: MeshSizes, cut: i
         "micro_batch_size": 1,
         "global_batch_size": sizes.dp * micro_batches,
     }
+
+
+def _border(config: Config, later: Sequence[Config], sizes: MeshSizes, training: Mapping[str, Any]) -> dict[str, Any]:
+    """What a later stage sets in small: all that one of them changes of what a step issues; empty if none does."""
+    changed: dict[str, Any] = {}
+    if any(stage.training.seq_len != config.training.seq_len for stage in later):
+        changed["seq_len"] = 2 * training["seq_len"]
+    if any(accumulation_steps(stage, sizes) != accumulation_steps(config, sizes) for stage in later):
+        changed["global_batch_size"] = 2 * training["global_batch_size"]
+    masks = any(stage.data.document_mask != config.data.document_mask for stage in later)
+    data = {"data": {"document_mask": not config.data.document_mask}} if masks else {}
+    return data | ({"training": changed} if changed else {})
 
 
 def _checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -45,14 +45,20 @@ class Proof:
     seconds: float
 
 
-def rehearse(config: Config, ranks: int) -> Proof:
-    """Rehearse a job from its start to a stop, as some of its ranks, and match what they issue."""
+def rehearse(config: Config, ranks: int, later: Sequence[Config] = ()) -> Proof:
+    """Rehearse a job from its start to a stop, as some of its ranks, and match what they issue.
+
+    Args:
+        config: the job, or the first stage of it.
+        ranks: how many it shall run on.
+        later: the later stages of the run.
+    """
     started = time.perf_counter()
     chosen = ranks_to_rehearse(mesh_sizes(config, ranks))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for rank in chosen:
-            job = rehearsal_job(config, ranks, folder / f"run-{rank}")
+            job = rehearsal_job(config, ranks, folder / f"run-{rank}", later)
             (folder / f"{rank}.toml").write_text(job.text)
         workers = min(len(chosen), os.cpu_count() or 1)
         context = multiprocessing.get_context("forkserver")

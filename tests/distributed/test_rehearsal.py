@@ -23,9 +23,10 @@ Line = tuple[tuple[int, ...], str, bool | None, int | None]
 
 def job_file(words: tuple[str, ...], ranks: int, folder: Path, rank: int) -> Path:
     """The rehearsed job of a rank; `words` are a job and what overrides its keys."""
-    config = load(words[0], words[1:], ranks).config
+    job = load(words[0], words[1:], ranks)
     path = folder / f"{rank}.toml"
-    path.write_text(rehearsal_job(config, ranks, folder / "run").text)
+    later = [stage.config for stage in job.later_stages]
+    path.write_text(rehearsal_job(job.config, ranks, folder / "run", later).text)
     return path
 
 
@@ -64,10 +65,38 @@ MESHES = {
 }
 
 
+STAGED = """
+base = "parity.toml"
+mesh.pp = 2
+data.sources = [{ name = "synthetic", kind = "synthetic", document_length = 8 }]
+
+[[stages]]
+at_step = 7
+training = { seq_len = 256, global_batch_size = 32 }
+data.document_mask = true
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_issues_at_the_border_of_a_stage_what_its_rehearsal_does(ranks, tmp_path):
+    """The second stage has longer sequences, more micro-batches and documents."""
+    file = tmp_path / "staged.toml"
+    file.write_text(STAGED)
+    (later,) = load(str(file), world_size=4).later_stages
+    text = rehearsal_job(load(str(file), world_size=4).config, 4, tmp_path / "run", [later.config]).text
+    words = ("at_step = 1", "document_mask = true")
+    assert all(word in text for word in words)
+    compare(ranks, (str(file),), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_a_rank_issues_what_its_rehearsal_does(ranks, tmp_path, name):
-    words = tuple(MESHES[name].split())
+    compare(ranks, tuple(MESHES[name].split()), tmp_path)
+
+
+def compare(ranks, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Compare what each of four ranks issues with what its rehearsal does."""
     real = ranks(4, really_issued, words, str(tmp_path))
     for rank in range(4):
         folder = tmp_path / f"rehearsal {rank}"
