@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +149,16 @@ def _hint(key: Key, value: Any) -> str:
     near = difflib.get_close_matches(value, key.choices, 1, 0.5)
     if near:
         return f"; did you mean {value_text(near[0])}?"
-    return "; write it without the quotes" if key.type.startswith(("integer", "number", "true")) else ""
+    is_quoted = key.type.startswith(("integer", "number", "true")) and _is_value(value)
+    return "; write it without the quotes" if is_quoted else ""
+
+
+def _is_value(text: str) -> bool:
+    """Whether a text is a number or a truth value."""
+    with suppress(ValueError):
+        float(text)
+        return True
+    return text.lower() in ("true", "false")
 
 
 def _article(kind: str) -> str:

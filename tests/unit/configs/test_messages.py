@@ -71,6 +71,11 @@ def test_a_mistake_in_a_key(words, said):
     assert said in refused(*words)
 
 
+@pytest.mark.parametrize("value", ["", "many"])
+def test_what_is_no_number_without_quotes_either_gets_no_such_advice(value):
+    assert "quotes" not in refused("--optimizer.lr", value)
+
+
 def test_an_unknown_key_is_not_taken_for_a_table():
     assert "did you mean" not in refused("--job.date", "x")
 
