@@ -69,16 +69,6 @@ def test_stages_that_the_run_does_not_reach_take_nothing(capsys):
     assert largest(job.stages, 1_461_498).config.training.seq_len == 8_192
 
 
-def test_a_limit_of_memory_is_that_of_every_stage(capsys):
-    words = ("olmo3_7b_stages.toml", "--ranks", "64", "--activation_checkpoint.memory_limit_gib", "60")
-    found = planned(capsys, *words)
-    peaks = [each["peak_bytes"] for each in found["stages"]]
-    assert 40 * 2**30 < max(peaks) <= 60 * 2**30
-    assert peaks.index(max(peaks)) == 2
-    alone = planned(capsys, *words, "--training.steps", "1461498")
-    assert max(each["peak_bytes"] for each in alone["stages"]) > max(peaks[:2])  # it keeps more
-
-
 def test_the_console_shows_each_stage(capsys):
     assert plan.main(["olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -96,41 +86,55 @@ STAGED = """
 base = "debug.toml"
 [training]
 compute_dtype = "bfloat16"
-seq_len = 1024
-global_batch_size = 8
+global_batch_size = 2
 micro_batch_size = 1
 [job]
 device = "auto"
-"""
-LONGER = """
 [[stages]]
 at_step = 10
-training = { seq_len = 4096, global_batch_size = 4 }
+training = { seq_len = 1024, global_batch_size = 1 }
 """
+
+
+def test_a_limit_of_memory_is_that_of_every_stage_that_is_reached(tmp_path, capsys, monkeypatch):
+    (tmp_path / "staged.toml").write_text(STAGED)
+    job = (str(tmp_path / "staged.toml"), "--mesh.tp", "2", "--mesh.dp_shard", "1")
+    first, second = (each["peak_bytes"] for each in planned(capsys, *job, "--ranks", "2")["stages"])
+    limit = (first + second) / 2
+    job += ("--activation_checkpoint.memory_limit_gib", f"{limit / 2**30:.6f}")
+    limited = [each["peak_bytes"] for each in planned(capsys, *job, "--ranks", "2")["stages"]]
+    assert limited[0] < first
+    assert limited[1] <= limit < second
+    short = ("--training.steps", "10")
+    (alone,) = planned(capsys, *job, *short, "--ranks", "2")["memory_by_kind"]
+    assert alone["peak_bytes"] == first
+
+    def validated(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["keel", "--config", *words, "--validate"])
+        assert train.main() == 0
+        return capsys.readouterr().out
+
+    assert 'chooses mode = "selective"' in validated(*job)
+    assert 'chooses mode = "none"' in validated(*job, *short)
 
 
 def test_a_tuned_job_is_possible_and_fits_in_every_stage(tmp_path):
-    """Four times the tokens are in a sequence of the second stage, which has four of them, so no mesh has dp 8."""
-    (tmp_path / "one.toml").write_text(STAGED)
-    (tmp_path / "two.toml").write_text(STAGED + LONGER)
-    limit = 1.3 * 2**30
-    job = load(str(tmp_path / "two.toml"))
-    alone = Tuning(load(str(tmp_path / "one.toml")), GPU, 8, limit).search(8)
-    found = Tuning(job, GPU, 8, limit).search(8)
-    assert found.considered < alone.considered
-    for best in found.best:
-        config = under(best.config, job.later_stages[0].config)
-        assert not check(config, 8)
-        peaks = [estimate_memory(each, mesh_sizes(each, 8), "cuda").device for each in (best.config, config)]
-        assert best.memory == max(peaks) < 0.3 * 2**30
-        assert peaks[1] > peaks[0]
-    (point,) = Tuning(job, GPU, 8, limit).curve([8], price=None)
-    first, second = (
-        estimate_step(each, 8, GPU).seconds
-        for each in (found.best[0].config, under(found.best[0].config, job.later_stages[0].config))
-    )
+    """A sequence of the second stage has four times the tokens, and a step has one of them, so no mesh has dp 2."""
+    (tmp_path / "staged.toml").write_text(STAGED)
+    job = load(str(tmp_path / "staged.toml"))
+    stage = job.later_stages[0].config
+    tuning = Tuning(job, GPU, 8, 1.3 * 2**30)
+    outcome = tuning.search(2)
+    for best in outcome.best:
+        config = under(best.config, stage)
+        assert not check(config, 2)
+        assert best.config.mesh.dp_replicate * best.config.mesh.dp_shard == 1
+        peaks = [estimate_memory(each, mesh_sizes(each, 2), "cuda").device for each in (best.config, config)]
+        assert peaks[0] < peaks[1] == best.memory < 0.3 * 2**30
     n = job.config.training.steps
-    assert point["gpu_hours"] == pytest.approx((10 * first + (n - 10) * second) * 8 / 3600)
+    for best, found in zip(outcome.best, tuning.as_json(outcome, 2, None)["best"], strict=True):
+        first, second = (estimate_step(each, 2, GPU).seconds for each in (best.config, under(best.config, stage)))
+        assert found["gpu_hours"] == pytest.approx((10 * first + (n - 10) * second) * 2 / 3600)
 
 
 def under(found: Config, stage: Config) -> Config:
@@ -140,18 +144,6 @@ def under(found: Config, stage: Config) -> Config:
     values |= {name: changed[name] for name in ("mesh", "fsdp", "pipeline", "activation_checkpoint")}
     values["training"]["micro_batch_size"] = changed["training"]["micro_batch_size"]
     return Config.model_validate(values)
-
-
-def test_a_validated_job_chooses_for_the_largest_stage_that_it_reaches(monkeypatch, capsys):
-    def validated(*words: str) -> str:
-        line = ["keel", "--config", "olmo3_7b_stages.toml", "--validate", "--mesh.dp_shard", "64", *words]
-        monkeypatch.setattr("sys.argv", [*line, "--activation_checkpoint.memory_limit_gib", "60"])
-        assert train.main() == 0
-        return capsys.readouterr().out
-
-    monkeypatch.setenv("WORLD_SIZE", "64")
-    assert 'memory_limit_gib = 60.0 chooses mode = "selective"' in validated()
-    assert 'memory_limit_gib = 60.0 chooses mode = "none"' in validated("--training.steps", "1461498")
 
 
 def test_the_page_names_the_stages_that_it_draws(tmp_path, capsys):
