@@ -122,7 +122,9 @@ def _training(config: Config, given: Mapping[str, Any], sizes: MeshSizes, cut: i
 
 
 def _border(config: Config, later: Sequence[Config], sizes: MeshSizes, training: Mapping[str, Any]) -> dict[str, Any]:
-    """What a later stage sets in small: all that one of them changes of what a step issues; empty if none does."""
+    """What a later stage sets in small: all that one of them changes of what a step issues; empty without any."""
+    if not later:
+        return {}
     changed: dict[str, Any] = {}
     if any(stage.training.seq_len != config.training.seq_len for stage in later):
         changed["seq_len"] = 2 * training["seq_len"]
@@ -130,7 +132,9 @@ def _border(config: Config, later: Sequence[Config], sizes: MeshSizes, training:
         changed["global_batch_size"] = 2 * training["global_batch_size"]
     masks = any(stage.data.document_mask != config.data.document_mask for stage in later)
     data = {"data": {"document_mask": not config.data.document_mask}} if masks else {}
-    return data | ({"training": changed} if changed else {})
+    training_table = {"training": changed} if changed else {}
+    # At any border the ranks exchange their places in the data, so the rate changes even if nothing else does.
+    return {"optimizer": {"lr": 2 * config.optimizer.lr}} | data | training_table
 
 
 def _checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,16 @@ def test_a_rank_issues_at_the_border_of_a_stage_what_its_rehearsal_does(ranks, t
 
 
 @pytest.mark.slow
+def test_a_border_that_changes_no_shape_is_rehearsed(ranks, tmp_path):
+    """The ranks exchange their places in the data there."""
+    file = tmp_path / "staged.toml"
+    file.write_text('base = "debug.toml"\n[[stages]]\nat_step = 7\noptimizer.lr = 1e-4\n')
+    (later,) = load(str(file), world_size=4).later_stages
+    assert "at_step = 1" in rehearsal_job(load(str(file), world_size=4).config, 4, tmp_path, [later.config]).text
+    compare(ranks, (str(file),), tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_a_rank_issues_what_its_rehearsal_does(ranks, tmp_path, name):
     compare(ranks, tuple(MESHES[name].split()), tmp_path)
