@@ -84,7 +84,7 @@ _WIDEST = 120
 
 def _sentence(key: Key, width: int, indent: str) -> list[str]:
     words = " ".join([key.doc, *map(str, key.conditions)])
-    return textwrap.wrap(words, width, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _default(key: Key) -> str:

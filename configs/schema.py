@@ -444,6 +444,9 @@ class Attention(Table):
     backend: Literal["auto", "cudnn", "flash2", "flash3", "flex"] = "auto"
     """auto: torch's choice; cudnn; flash2: FlashAttention 2 (on a CPU, torch's own); flash3: FlashAttention 3, an extra
     package for Hopper GPUs; flex: compiled by torch. What can't run is refused."""
+    delta_backend: Literal["auto", "torch", "fla"] = "auto"
+    """What computes layers of kind delta. torch: its operations, in float32; fla: kernels of flash-linear-attention, an
+    extra package, on a GPU in bfloat16; auto: fla where it can run."""
 
 
 class Pipeline(Table):

@@ -48,6 +48,7 @@ _SAVE_OPS = (*_PRODUCTS, "*._scaled_dot_product_*attention*", "_c10d_functional.
 # The choice of experts (topk) is saved, not recomputed: a recomputed score may differ in its last bit if it was
 # compiled differently, and a different choice would then read another expert's rows out of the saved outputs.
 _SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
+_SAVE_OPS_OF_DELTA = ("keel.delta_rule",)
 
 
 class Llama(nn.Module):
@@ -178,6 +179,7 @@ class Llama(nn.Module):
         blocks = tuple(f"layers.{name}" for name in self.layers)
         mixers = tuple(f"layers.{name}.{mixer(self.config, int(name))}" for name in self.layers)
         mixers += tuple(f"{block}.{ATTENTION}" for block in inner)
+        recurrent = tuple(name for name in mixers if not name.endswith(ATTENTION))
         before = tuple(name for name in ("embed_tokens",) if name in there)
         after = (*further, *(name for name in ("norm", "lm_head") if name in there))  # the head is the last
         # A matrix that is used at both ends of the forward pass stays in the root's group, gathered throughout.
@@ -205,8 +207,8 @@ class Llama(nn.Module):
             },
             tied=before if is_shared else (),
             further_blocks=further,
-            save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
-            recurrent=tuple(name for name in mixers if not name.endswith(ATTENTION)),
+            save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()) + (_SAVE_OPS_OF_DELTA if recurrent else ()),
+            recurrent=recurrent,
             can_cache=self.config.window is None,
         )
 

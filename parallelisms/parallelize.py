@@ -17,6 +17,7 @@ from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.attention.backend import apply_attention_backend
 from parallelisms.attention.context import apply_context_parallel
+from parallelisms.attention.delta import apply_delta_backend
 from parallelisms.compile import apply_compile, compiler_options
 from parallelisms.expert import apply_expert_parallel
 from parallelisms.float8 import apply_float8, choice_of
@@ -39,6 +40,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
     for stage in stages.values():
         apply_float8(stage, in_8_bits, config.float8)
         apply_attention_backend(stage, config, mesh.device)
+        apply_delta_backend(stage, config, mesh.device)
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(stage, mesh.tp)
         if mesh.sizes.ep > 1:

@@ -53,7 +53,8 @@ def say_hello(job: Opened, console: Console) -> None:
     rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, step, mesh, job.largest)
     rows.insert(2, ("attention", job.attention))
     nccl = nccl_variables(config, os.environ) if mesh.device.type == "cuda" and dist.get_world_size() > 1 else ""
-    further = (("8 bits", job.float8), ("communication", job.communication), ("NCCL", nccl))
+    kernels = (("Gated DeltaNet", job.delta), ("8 bits", job.float8))
+    further = (*kernels, ("communication", job.communication), ("NCCL", nccl))
     rows[3:3] = [row for row in further if row[1]]
     console.table(f"Keel trains {config.job.name}", rows)
     if made := requests_made():

@@ -14,6 +14,7 @@ from configs.load import LoadedConfig
 from configs.run_stages import TABLES, RunStage, largest, stage_of_position
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
+from parallelisms.attention.delta import delta_kernel
 from parallelisms.mesh import Mesh, build_mesh
 from parallelisms.ranks import on_rank_zero
 from parallelisms.symmetric_memory import fast_paths
@@ -87,6 +88,7 @@ class Opened:
             self.config = config = chosen(config, self.recomputation)
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
+            self.delta = delta_kernel(config, device)
             self.float8 = float8_products(config, device)
             self.communication = fast_paths(config, self.mesh)
             on_rank_zero(None, lambda: require_inputs(job))

@@ -48,8 +48,17 @@ class Figure:
     note: str = ""
 
 
-def right(folder: Path) -> Iterator[Figure]:
-    """Ceilings, kernels, and runs that must agree."""
+def right(folder: Path, only: list[str]) -> Iterator[Figure]:
+    """Ceilings, kernels, and runs that must agree, or of these the ones of these names alone."""
+    if not only:
+        yield from _of_kernels(folder)
+    for pair, loss, norm, why in differences(folder / "runs", only):
+        yield Figure(f"{pair.name}: losses", "nats", pair.loss, loss, why)
+        if norm is not None:
+            yield Figure(f"{pair.name}: norms", "relative", pair.norm, norm)
+
+
+def _of_kernels(folder: Path) -> Iterator[Figure]:
     yield _figure("matmul of 8,192, bfloat16", "TFLOP/s", 790, matmul_tflops)
     yield _figure("copy", "TB/s", 4.3, copy_terabytes_per_second)
     for moments, kernel, before in (("float32", "torch", 3.5), ("float32", "auto", 3.8), ("bfloat16", "auto", 3.6)):
@@ -66,10 +75,6 @@ def right(folder: Path) -> Iterator[Figure]:
         yield _figure(f"context parallelism's gradients, {kernel}", "relative error", 0.005, work)
     yield _figure("the head's gradient over chunks", "relative error", 1e-6, head_gradient_error)
     yield _figure("a hang's report", "s", 10, partial(seconds_until_reported, folder / "hang", timeout_seconds=20))
-    for pair, loss, norm, why in differences(folder / "runs"):
-        yield Figure(f"{pair.name}: losses", "nats", pair.loss, loss, why)
-        if norm is not None:
-            yield Figure(f"{pair.name}: norms", "relative", pair.norm, norm)
 
 
 def speed(stage: str, folder: Path, only: list[str]) -> Iterator[Figure]:
@@ -160,7 +165,7 @@ def main() -> int:
     parser.add_argument("stage", choices=("right", *JOBS, "kernels", "all"), help="what to measure")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder (default: %(default)s)")
     parser.add_argument(
-        "--job", action="append", default=[], metavar="NAME", help="measure this job of 1b or large only"
+        "--job", action="append", default=[], metavar="NAME", help="this job of 1b or large, or this run of right, only"
     )
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -169,7 +174,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "first_half_hour.json"
     known = {each["name"]: Figure(**each) for each in json.loads(file.read_text())} if file.exists() else {}
-    stages: dict[str, Callable[[Path], Iterator[Figure]]] = {"right": right}
+    stages: dict[str, Callable[[Path], Iterator[Figure]]] = {"right": partial(right, only=options.job)}
     stages |= {stage: lambda folder, stage=stage: speed(stage, folder, options.job) for stage in JOBS} | {
         "kernels": kernels
     }

@@ -10,7 +10,7 @@ folder=$1 version=${2:-3.12}
 packages=(pydantic pydantic_core annotated-types typing-inspection tomli xxhash torchao)
 cd "$(dirname "$0")/../.."
 for package in "${packages[@]}"; do # those of this environment, which fit each other
-    installed=$(python3 -m pip show "$package" 2>/dev/null | sed -n 's/^Version: //p')
+    installed=$(python3 -m pip show "$package" 2>/dev/null | sed -n 's/^Version: //p' || true) # one may not be here
     wanted+=("$package${installed:+==$installed}")
 done
 platforms=(manylinux1_x86_64 manylinux2014_x86_64)

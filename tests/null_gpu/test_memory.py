@@ -25,8 +25,10 @@ DEEPSEEK = (
     "--mesh.pp 1 --mesh.ep 1 --model.n_layers 6 --model.n_experts 16 --model.experts_per_token 4 "
     "--training.global_batch_size 8"
 )
+HYBRID = "--mesh.dp_shard 1 --mesh.ep 1 --model.n_layers 4 --model.n_experts 16 --training.seq_len 2048"
 JOBS = {
     # name: (job file, ranks, words)
+    "Qwen3-Next of 4 layers": ("qwen3_next_80b_a3b.toml", 1, f"{HYBRID} --training.global_batch_size 2"),
     "1B": ("llama_1b.toml", 1, "--training.global_batch_size 16"),
     "1B, FSDP at degree 1": ("llama_1b.toml", 1, f"--training.global_batch_size 16 {FREED}"),
     "1B, transient copies": ("llama_1b.toml", 1, f"--training.global_batch_size 16 {FREED}"),

@@ -29,6 +29,7 @@ from configs.plan import plan_of
 from configs.schema import ActivationCheckpoint, Config, OwnModel
 from models import build_model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint, selected_layers
+from parallelisms.attention.delta import apply_delta_backend, computes_by_kernels
 from parallelisms.fake_ranks import mesh_of_a_block, split_blocks
 from parallelisms.mesh import Mesh
 from parallelisms.torch_internals import count_grouped_queries
@@ -36,6 +37,8 @@ from trainer.planning.block_memory import BlockMemory, measure_eager, norm_of_a_
 from trainer.planning.compiled_block import measure_compiled
 from trainer.planning.skeleton import skeleton
 from trainer.planning.states import always_frozen
+
+_GPU = torch.device("cuda")
 
 
 def measure_blocks(
@@ -88,9 +91,10 @@ class _Asked(NamedTuple):
         training = self.config.training
         context = self.config.context.method, self.config.attention.backend
         factor = buffer_factor(self.config.expert)
+        by_kernels = self.on_gpu and computes_by_kernels(self.config, _GPU)
         parts = [
             self.config.model.model_dump(mode="json"),
-            [training.seq_len, training.compute_dtype, self.config.compile.enable, self.on_gpu],
+            [training.seq_len, training.compute_dtype, self.config.compile.enable, self.on_gpu, by_kernels],
             [self.layer, sorted(self.frozen), astuple(self.part), context if self.part.cp > 1 else "", factor],
             self.checkpointing.model_dump(mode="json"),
             _source(),
@@ -145,6 +149,8 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
         parent, _, child = other.rpartition(".")
         if other != name and plan.can_be_cut:
             delattr(model.get_submodule(parent), child)
+    if asked.on_gpu:
+        apply_delta_backend(model, config, _GPU)
     with mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)
         tokens = torch.Size((1, config.training.seq_len // asked.part.cp))

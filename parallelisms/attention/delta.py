@@ -1,0 +1,156 @@
+"""Gated DeltaNet by the kernels of flash-linear-attention, where its package is installed (`attention.delta_backend`).
+
+The kernels take queries, keys and values in bfloat16, and add up in float32. Each process tunes them anew, so that the
+order of sums, and with it the last bits, differ between launches. Keel gives them sequences of one length, also with
+documents: of a token that begins one, the memory's factor is so small that nothing is left of what was before. The
+kernels' own way, a list of lengths, would let the host wait in each layer.
+"""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.architectures.llama import Delta, is_delta
+from configs.errors import ConfigError
+from configs.plan import recurrent_of
+from configs.schema import Config, is_described
+
+_PACKAGE = "fla"
+_DTYPE = torch.bfloat16
+"""Type of queries, keys and values."""
+_FORGOTTEN = -104.0
+"""Logarithm of a factor that is 0 in float32: exp(-104) is less than half of the smallest number."""
+_TRIED_TOKENS = 128
+
+
+def delta_kernel(config: Config, device: torch.device) -> str:
+    """What computes the layers of kind delta on this device, for people; empty if the model has none.
+
+    Raises:
+        ConfigError: the job names the kernels, and they can't run here; with the reason.
+    """
+    if _layers(config) is None:
+        return ""
+    reason = _why_not(config, device)
+    if reason and config.attention.delta_backend == "fla":
+        raise ConfigError(f'attention.delta_backend is "fla": {reason}')
+    if config.attention.delta_backend == "torch":
+        return 'torch\'s operations (attention.delta_backend = "torch")'
+    return f"torch's operations, since {reason}" if reason else "flash-linear-attention"
+
+
+def computes_by_kernels(config: Config, device: torch.device) -> bool:
+    """Whether the kernels compute the model's layers of kind delta, as far as a process without a GPU can say."""
+    backend = config.attention.delta_backend
+    return bool(_layers(config)) and (backend == "fla" or (backend == "auto" and not _why_not(config, device)))
+
+
+def apply_delta_backend(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Let the model's layers of kind delta use the kernels if these compute them."""
+    if computes_by_kernels(config, device):
+        for module in recurrent_of(model):
+            module.rule = by_kernels
+
+
+def _layers(config: Config) -> Delta | None:
+    """The heads of the model's layers of kind delta; None: it has none."""
+    model = config.model
+    has_some = is_described(model) and any(is_delta(model, layer) for layer in range(model.n_layers))
+    return model.delta if has_some else None  # type: ignore[union-attr]
+
+
+def _why_not(config: Config, device: torch.device) -> str:
+    """Why the kernels can't compute the job's layers on a device; empty if they can."""
+    if device.type == "cpu":
+        return "its kernels run on GPUs only"
+    if config.training.compute_dtype != "bfloat16":
+        return f'its kernels round to bfloat16, and training.compute_dtype is "{config.training.compute_dtype}"'
+    if config.training.deterministic:
+        return "each process tunes its kernels, whose bits training.deterministic fixes"
+    if importlib.util.find_spec(_PACKAGE) is None:
+        return "flash-linear-attention is not installed (pip install 'fla-core>=0.6')"
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    delta = _layers(config)
+    assert delta is not None
+    return _tried(delta.key_heads, delta.value_heads, delta.key_head_dim, delta.value_head_dim, device)
+
+
+@cache
+def _tried(key_heads: int, value_heads: int, key_dim: int, value_dim: int, device: torch.device) -> str:
+    """What goes wrong in a small example, as the package refuses versions of Triton that compile it wrongly."""
+    keys = (1, _TRIED_TOKENS, key_heads)
+    values = (1, _TRIED_TOKENS, value_heads)
+    shapes = ((*keys, key_dim), (*keys, key_dim), (*values, value_dim), values, values)
+    given = [torch.zeros(shape, device=device, requires_grad=True) for shape in shapes]
+    try:
+        q, k, v, log_decay, strength = given
+        out = _delta_rule(q.bfloat16(), k.bfloat16(), v.bfloat16(), log_decay, strength)
+        torch.autograd.grad(out.float().sum(), given)
+    except Exception as error:  # of a package and a compiler
+        return " ".join((str(error).strip() or type(error).__name__).splitlines()[0].split())
+    return ""
+
+
+def by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, documents: Tensor | None
+) -> Tensor:
+    """`models.delta.delta_rule` without a memory before the first token: its outputs, in the kernels' type."""
+    if documents is not None:
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+        log_decay = log_decay.masked_fill(begins[..., None, None], _FORGOTTEN)
+    q, k, v = (each.to(_DTYPE) for each in (q, k, v))
+    return _delta_rule(q, k, *(each.flatten(2, 3) for each in (v, log_decay, strength))).view_as(v)
+
+
+@torch.library.custom_op("keel::delta_rule", mutates_args=())
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+    """Outputs, shaped like v.
+
+    Args:
+        q, k: (batch, seq, key_heads, key_dim).
+        v: (batch, seq, value_heads, value_dim).
+        log_decay, strength: (batch, seq, value_heads).
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(q, k, v, log_decay, strength, scale=1.0)[0]
+
+
+@_delta_rule.register_fake
+def _(_q: Tensor, _k: Tensor, v: Tensor, _log_decay: Tensor, _strength: Tensor) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("keel::delta_rule_backward", mutates_args=())
+def _delta_rule_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of all inputs. The outputs are computed again: what the package keeps for it changes with versions."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    given = [each.detach().requires_grad_() for each in (q, k, v, log_decay, strength)]
+    with torch.enable_grad():
+        out = chunk_gated_delta_rule(*given, scale=1.0)[0]
+    by_q, by_k, by_v, by_decay, by_strength = torch.autograd.grad(out, given, gradient)
+    return by_q, by_k, by_v, by_decay, by_strength
+
+
+@_delta_rule_backward.register_fake
+def _(_gradient: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in given)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    return _delta_rule_backward(gradient.contiguous(), *ctx.saved_tensors)
+
+
+_delta_rule.register_autograd(_backward, setup_context=_keep_inputs)
