@@ -1,0 +1,64 @@
+"""attention.delta_backend: what computes layers of kind delta is named, and what can't is refused with the reason."""
+
+import pytest
+import torch
+
+from configs.errors import ConfigError
+from configs.load import load
+from configs.plan import recurrent_of
+from configs.schema import is_run_key
+from models import build_model
+from parallelisms.attention.delta import apply_delta_backend, by_kernels, computes_by_kernels, delta_kernel
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+HYBRID = ("--model.layers", '["delta", "full"]', "--model.delta.key_heads", "2", "--model.delta.value_heads", "4")
+BFLOAT16 = ("--training.compute_dtype", "bfloat16", "--training.dtype", "float32", "--training.reduce_dtype", "float32")
+BFLOAT16 += ("--job.device", "auto")
+
+
+def job(*words):
+    return load("parity.toml", words).config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (HYBRID, "torch's operations, since its kernels run on GPUs only"),
+        ((*HYBRID, "--attention.delta_backend", "torch"), 'torch\'s operations (attention.delta_backend = "torch")'),
+        ((), ""),
+    ],
+)
+def test_what_computes_on_a_cpu_is_named(words, said):
+    assert delta_kernel(job(*words), CPU) == said
+
+
+def test_kernels_that_are_named_are_refused_on_a_cpu():
+    with pytest.raises(ConfigError, match=r'attention.delta_backend is "fla": its kernels run on GPUs only'):
+        delta_kernel(job(*HYBRID, *BFLOAT16, "--attention.delta_backend", "fla"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "the model has no layers of kind delta (model.layers); leave it out"),
+        ((*HYBRID, *BFLOAT16, "--job.device", "cpu"), 'runs on GPUs only, and job.device is "cpu"; set "auto"'),
+        ((*HYBRID, "--job.device", "auto"), 'rounds to bfloat16, and training.compute_dtype is "float64"'),
+        ((*HYBRID, *BFLOAT16, "--training.deterministic", "true"), "is tuned anew in each process"),
+    ],
+)
+def test_what_contradicts_the_job_is_refused(words, reason):
+    with pytest.raises(ConfigError) as error:
+        job(*words, "--attention.delta_backend", "fla")
+    assert f"attention.delta_backend: {'' if not words else 'delta_backend '}" in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_layers_of_a_model_take_the_kernels_that_the_job_names():
+    config = job(*HYBRID, *BFLOAT16, "--attention.delta_backend", "fla")
+    with torch.device("meta"):
+        model = build_model(config.model)
+    apply_delta_backend(model, config, GPU)
+    rules = {module.rule for module in recurrent_of(model)}
+    assert rules == {by_kernels}
+    assert not computes_by_kernels(job(*HYBRID, *BFLOAT16, "--attention.delta_backend", "torch"), GPU)
+    assert not is_run_key("attention.delta_backend")
