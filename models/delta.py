@@ -294,6 +294,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _memories.register_autograd(_backward, setup_context=_keep_memories)
 
 
+_POWERS = 8
+"""Rows of a triangle whose inverse is a sum of powers."""
+
+
 @torch.library.custom_op("keel::inverse_of_triangles", mutates_args=())
 def _inverse(a: Tensor) -> Tensor:
     """The inverse of 1 + a, of which the part below the diagonals counts, (..., n, n) with n a power of 2.
@@ -317,9 +321,6 @@ def _inverse_of_lower(a: Tensor) -> Tensor:
     inverse[..., 1, :, 1, :] = second
     inverse[..., 1, :, 0, :] = -second @ blocks[..., 1, :, 0, :] @ first
     return inverse.flatten(-2).flatten(-3, -2)
-
-
-_POWERS = 8
 
 
 @_inverse.register_fake
