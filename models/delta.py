@@ -84,7 +84,7 @@ class DeltaNet(nn.Module):
         """Maps a stored weight to the plain tensor to compute with; techniques that shard the weights replace it."""
         self.mix: Callable[[Tensor, Tensor, Heads, Tensor | None], Tensor] = self._mix
         """The only function that reads other tokens; replaced where they are elsewhere."""
-        self.rule: Rule = _outputs
+        self.rule: Rule = outputs
         """Its second part, after the convolution; replaced by a backend with kernels."""
 
     def forward(self, x: Tensor, _cos: Tensor, _sin: Tensor, documents: Tensor | None) -> Tensor:
@@ -198,7 +198,8 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _LENGTH_EPS).rsqrt()
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, documents: Tensor | None) -> Tensor:
+def outputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, documents: Tensor | None) -> Tensor:
+    """The outputs of `delta_rule`, by torch's operations."""
     return delta_rule(q, k, v, log_decay, strength, documents)[0]
 
 

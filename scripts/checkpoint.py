@@ -221,7 +221,7 @@ def _root(folder: Path) -> Path:
     """
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     if not root.is_dir():
-        raise UserError(f"{whole(folder)}: no such folder")
+        raise UserError(f"{whole(folder)}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
     return root
 
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _list(root: Path, console: Console) -> None:
     """List the runs in a folder."""
     if not root.is_dir():
-        raise UserError(f"{whole(root)}: no such folder")
+        raise UserError(f"{whole(root)}: {'a file, not a folder of runs' if root.exists() else 'no such folder'}")
     runs = sorted(runs_in(root), key=lambda run: run[1]["time"], reverse=True)
     if not runs:
         raise UserError(f"{root}: no runs here (a run is a folder with a status.json)")

@@ -1,6 +1,6 @@
-"""What to run first on a real GPU, in four stages of 2 to 6 minutes: is it right, how fast is it, does memory fit?
+"""What to run first on a real GPU, in five stages of 2 to 6 minutes: is it right, how fast is it, does memory fit?
 
-    python -m tests.gpu.first_half_hour STAGE [--output FOLDER]     right, 1b, large, kernels, or all
+    python -m tests.gpu.first_half_hour STAGE [--output FOLDER]     right, 1b, large, plans, kernels, or all
 
 Ends with a table of what was predicted and what was measured, and keeps both in FOLDER/first_half_hour.json, to which
 each figure is added when it is there. What fails is noted in the table, and the next figure follows. Predictions of
@@ -29,10 +29,12 @@ from tests.gpu.kernels import (
     attention_tflops,
     context_gradient_error,
     copy_terabytes_per_second,
+    delta_milliseconds,
     head_gradient_error,
     matmul_tflops,
     update_terabytes_per_second,
 )
+from tests.gpu.plans import RUNS, compared
 from tests.gpu.runs import benchmark
 from tests.gpu.values import differences
 
@@ -70,6 +72,10 @@ def _of_kernels(folder: Path) -> Iterator[Figure]:
             for place, direction in enumerate(("forward", "backward")):
                 work = lambda b=backend, s=seq_len, d=head_dim, i=place: attention_tflops(b, s, d)[i]  # noqa: E731
                 yield _figure(f"{name}, {direction}", "TFLOP/s", None, work)
+    for rule, known in (("torch", (13.5, 85.6)), ("fla", (None, None))):  # on an H200, torch's before it was rewritten
+        for place, direction in enumerate(("forward", "backward")):
+            work = lambda r=rule, i=place: delta_milliseconds(r)[i]  # noqa: E731
+            yield _figure(f"Gated DeltaNet of 4,096, {rule}, {direction}", "ms", known[place], work)
     for kernel in ("auto", "cudnn"):
         work = partial(context_gradient_error, kernel)
         yield _figure(f"context parallelism's gradients, {kernel}", "relative error", 0.005, work)
@@ -93,6 +99,16 @@ def speed(stage: str, folder: Path, only: list[str]) -> Iterator[Figure]:
         else:  # with two models, the peak is of both
             peak = measured["memory_peak_bytes"] / 2**30
             yield Figure(f"{job.name}, memory", "GiB", before.peak_bytes and before.peak_bytes / 2**30, peak)
+
+
+def plans(folder: Path, only: list[str]) -> Iterator[Figure]:
+    """Each family's run beside its plan, or the runs of these names alone."""
+    for name in (name for name in RUNS if not only or name in only):
+        try:
+            for each in compared(folder / "beside_plan", name):
+                yield Figure(f"{name}: {each.quantity}", "", each.planned, each.measured)
+        except Exception as failure:
+            yield Figure(name, "", None, None, _last_line(failure))
 
 
 def kernels(folder: Path) -> Iterator[Figure]:
@@ -162,10 +178,14 @@ def _number(value: float | None) -> str:
 def main() -> int:
     """Run the stages asked for; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("stage", choices=("right", *JOBS, "kernels", "all"), help="what to measure")
+    parser.add_argument("stage", choices=("right", *JOBS, "plans", "kernels", "all"), help="what to measure")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder (default: %(default)s)")
     parser.add_argument(
-        "--job", action="append", default=[], metavar="NAME", help="this job of 1b or large, or this run of right, only"
+        "--job",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="this job of 1b or large, or this run of right or plans, only",
     )
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -176,7 +196,8 @@ def main() -> int:
     known = {each["name"]: Figure(**each) for each in json.loads(file.read_text())} if file.exists() else {}
     stages: dict[str, Callable[[Path], Iterator[Figure]]] = {"right": partial(right, only=options.job)}
     stages |= {stage: lambda folder, stage=stage: speed(stage, folder, options.job) for stage in JOBS} | {
-        "kernels": kernels
+        "plans": partial(plans, only=options.job),
+        "kernels": kernels,
     }
     for stage in stages if options.stage == "all" else (options.stage,):
         for figure in stages[stage](options.output):

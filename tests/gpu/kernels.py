@@ -10,7 +10,9 @@ from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.schema import Optimizer
+from models.delta import outputs
 from parallelisms.attention.blocked import attend, attend_backward
+from parallelisms.attention.delta import by_kernels
 from trainer.loss import _add_product_
 from trainer.optimizers.build import build_optimizer
 
@@ -103,6 +105,24 @@ def head_gradient_error() -> float:
         _add_product_(total, a.T, b)
     exact = sum(a.double().T @ b.double() for a, b in rounded)
     return ((total - exact).abs().max() / exact.abs().max()).item()
+
+
+def delta_milliseconds(rule: str, seq_len: int = 4096) -> tuple[float, float]:
+    """Time of a layer of Gated DeltaNet of Qwen3-Next forward and backward, without its convolution; 16,384 tokens.
+
+    Args:
+        rule: an `attention.delta_backend`, torch or fla.
+        seq_len: tokens of a sequence.
+    """
+    heads = (16384 // seq_len, seq_len, 16)
+    q, k = (F.normalize(torch.randn(*heads, 128, device="cuda"), dim=-1) for _ in range(2))
+    v = torch.randn(*heads, 2, 128, device="cuda")
+    log_decay, strength = (torch.rand(*heads, 2, device="cuda") for _ in range(2))
+    given = [each.requires_grad_() for each in (q, k, v, -log_decay, strength)]
+    compute = {"torch": outputs, "fla": by_kernels}[rule]
+    out, ahead = compute(*given, None), milliseconds(lambda: compute(*given, None), 10)
+    grad = torch.randn_like(out)
+    return ahead, milliseconds(lambda: torch.autograd.grad(out, given, grad, retain_graph=True), 10)
 
 
 def _heads(batch: int, heads: int, seq_len: int, head_dim: int) -> Tensor:
