@@ -20,6 +20,7 @@ from configs.plan import recurrent_of
 from configs.schema import Config, is_described
 
 _PACKAGE = "fla"
+_NAME = "flash-linear-attention"
 _DTYPE = torch.bfloat16
 """Type of queries, keys and values."""
 _FORGOTTEN = -104.0
@@ -40,7 +41,9 @@ def delta_kernel(config: Config, device: torch.device) -> str:
         raise ConfigError(f'attention.delta_backend is "fla": {reason}')
     if config.attention.delta_backend == "torch":
         return 'torch\'s operations (attention.delta_backend = "torch")'
-    return f"torch's operations, since {reason}" if reason else "flash-linear-attention"
+    if device.type == "cpu":
+        return "torch's operations"
+    return f"torch's operations, since {reason}" if reason else _NAME
 
 
 def computes_by_kernels(config: Config, device: torch.device) -> bool:
@@ -66,13 +69,13 @@ def _layers(config: Config) -> Delta | None:
 def _why_not(config: Config, device: torch.device) -> str:
     """Why the kernels can't compute the job's layers on a device; empty if they can."""
     if device.type == "cpu":
-        return "its kernels run on GPUs only"
+        return f"{_NAME} runs on GPUs only, and this run is on a CPU"
     if config.training.compute_dtype != "bfloat16":
-        return f'its kernels round to bfloat16, and training.compute_dtype is "{config.training.compute_dtype}"'
+        return f'{_NAME} rounds to bfloat16, and training.compute_dtype is "{config.training.compute_dtype}"'
     if config.training.deterministic:
-        return "each process tunes its kernels, whose bits training.deterministic fixes"
+        return f"{_NAME} tunes its kernels in each process, and training.deterministic fixes the order of sums"
     if importlib.util.find_spec(_PACKAGE) is None:
-        return "flash-linear-attention is not installed (pip install 'fla-core>=0.6')"
+        return f"{_NAME} is not installed (pip install 'fla-core>=0.6')"
     if not torch.cuda.is_available():
         return "there is no GPU"
     delta = _layers(config)
@@ -92,7 +95,8 @@ def _tried(key_heads: int, value_heads: int, key_dim: int, value_dim: int, devic
         out = _delta_rule(q.bfloat16(), k.bfloat16(), v.bfloat16(), log_decay, strength)
         torch.autograd.grad(out.float().sum(), given)
     except Exception as error:  # of a package and a compiler
-        return " ".join((str(error).strip() or type(error).__name__).splitlines()[0].split())
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{_NAME} refuses: {' '.join(said.split())}"
     return ""
 
 
