@@ -125,7 +125,8 @@ JOBS = {
 }
 WITHIN = 0.05
 WITHIN_WITH_COPIES = 0.005
-"""Where a single rank computes with copies, nothing is gathered or reduced, and so little is unknown."""
+"""Where a single rank computes with copies, nothing is gathered or reduced, and so little is unknown: only what
+the ops of Gated DeltaNet hold inside, which no fake tensor shows."""
 
 
 def converting(name: str) -> AbstractContextManager:
@@ -176,7 +177,8 @@ def test_the_estimate_is_near_what_is_allocated(peaks, name):
     with converting(name):
         estimate = RankMemory(job, mesh_sizes(job, ranks), "cuda", pipeline_rank=0).estimate()
     print(f"{name}: estimated {estimate.device:,}, allocated {peaks[name]:,}: {estimate.device / peaks[name] - 1:+.2%}")
-    within = WITHIN_WITH_COPIES if estimate.copies else WITHIN
+    is_exact = estimate.copies and "delta" not in job.model.layers
+    within = WITHIN_WITH_COPIES if is_exact else WITHIN
     assert estimate.device == pytest.approx(peaks[name], rel=within), estimate.peak
 
 
