@@ -83,12 +83,13 @@ class Opened:
         with mistakes_of_the_job():
             for each in job.jobs:
                 require_known_names(each)
+            self.delta = delta_kernel(config, device, console.line)
+            """What computes layers of kind delta; known before the memory is estimated. Empty if there are none."""
             self.recomputation = least_recomputation(largest(job.stages, config.training.steps).config, self.mesh)
             """The recomputation that fits the memory; None: as the job says."""
             self.config = config = chosen(config, self.recomputation)
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
-            self.delta = delta_kernel(config, device)
             self.float8 = float8_products(config, device)
             self.communication = fast_paths(config, self.mesh)
             on_rank_zero(None, lambda: require_inputs(job))

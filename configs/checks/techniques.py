@@ -6,6 +6,7 @@ What only the GPU, torch and torchao decide is checked when the run starts.
 from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
+from configs.delta import reasons_against_kernels
 from configs.errors import ConfigError
 from configs.float8 import MULTIPLE
 from configs.layout import layer_numbers, mesh_sizes, smallest_world_size
@@ -85,17 +86,8 @@ def _attention(config: Config, _: int | None) -> Iterator[Problem]:
     if config.attention.delta_backend != "auto" and not has_delta:
         yield "attention.delta_backend", "the model has no layers of kind delta (model.layers); leave it out"
     if config.attention.delta_backend == "fla":
-        for reason in _why_no_kernels(config):
+        for reason in reasons_against_kernels(config, config.job.device != "cpu"):
             yield "attention.delta_backend", f'delta_backend "fla" {reason}; set "auto" or "torch"'
-
-
-def _why_no_kernels(config: Config) -> Iterator[str]:
-    if config.job.device == "cpu":
-        yield 'runs on GPUs only, and job.device is "cpu"'
-    if config.training.compute_dtype != "bfloat16":
-        yield f'rounds to bfloat16, and training.compute_dtype is "{config.training.compute_dtype}"'
-    if config.training.deterministic:
-        yield "is tuned anew in each process, and training.deterministic fixes the order of sums"
 
 
 def _why_no_attention(config: Config, backend: str) -> Iterator[str]:

@@ -1,99 +1,118 @@
 """Gated DeltaNet by the kernels of flash-linear-attention, where its package is installed (`attention.delta_backend`).
 
-The kernels take queries, keys and values in bfloat16, and add up in float32. Each process tunes them anew, so that the
-order of sums, and with it the last bits, differ between launches. Keel gives them sequences of one length, also with
-documents: of a token that begins one, the memory's factor is so small that nothing is left of what was before. The
-kernels' own way, a list of lengths, would let the host wait in each layer.
+The kernels take queries, keys and values in bfloat16, and add up in float32. Each process chooses among them by their
+times, so that the order of sums, and with it the last bits, differ between launches. Keel gives them sequences of one
+length, also with documents: of a token that begins one, the memory's factor is so small that nothing is left of what
+was before. The kernels' own way, a list of lengths, would let the host wait in each layer.
 """
 
 import importlib.util
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import Delta, is_delta
+from configs.architectures.llama import is_delta
+from configs.delta import reasons_against_kernels
 from configs.errors import ConfigError
 from configs.plan import recurrent_of
 from configs.schema import Config, is_described
 
 _PACKAGE = "fla"
 _NAME = "flash-linear-attention"
+_NOT_TRIED = f"{_NAME} has not been tried"
 _DTYPE = torch.bfloat16
 """Type of queries, keys and values."""
 _FORGOTTEN = -104.0
 """Logarithm of a factor that is 0 in float32: exp(-104) is less than half of the smallest number."""
-_TRIED_TOKENS = 128
 
 
-def delta_kernel(config: Config, device: torch.device) -> str:
+def delta_kernel(config: Config, device: torch.device, say: Callable[[str], None]) -> str:
     """What computes the layers of kind delta on this device, for people; empty if the model has none.
+
+    Args:
+        config, device: the job, and what it runs on.
+        say: told that the kernels are tried, for which a person waits.
 
     Raises:
         ConfigError: the job names the kernels, and they can't run here; with the reason.
     """
-    if _layers(config) is None:
+    if not _has_layers(config):
         return ""
+    if config.attention.delta_backend == "torch":
+        return 'torch\'s operations (attention.delta_backend = "torch")'
+    if _why_not(config, device, tries=False) == _NOT_TRIED:
+        say(f"trying {_NAME}'s kernels, which takes minutes where they were never compiled")
     reason = _why_not(config, device)
     if reason and config.attention.delta_backend == "fla":
         raise ConfigError(f'attention.delta_backend is "fla": {reason}')
-    if config.attention.delta_backend == "torch":
-        return 'torch\'s operations (attention.delta_backend = "torch")'
     if device.type == "cpu":
         return "torch's operations"
     return f"torch's operations, since {reason}" if reason else _NAME
 
 
-def computes_by_kernels(config: Config, device: torch.device) -> bool:
-    """Whether the kernels compute the model's layers of kind delta, as far as a process without a GPU can say."""
+def computes_by_kernels(config: Config, device: torch.device, tries: bool = True) -> bool:
+    """Whether the kernels compute the model's layers of kind delta.
+
+    Args:
+        config: the job.
+        device: that it runs on.
+        tries: whether to try the kernels, which takes minutes the first time, if "auto" asks for it; otherwise, they
+            compute only if they have been tried.
+    """
     backend = config.attention.delta_backend
-    return bool(_layers(config)) and (backend == "fla" or (backend == "auto" and not _why_not(config, device)))
+    return _has_layers(config) and (backend == "fla" or (backend == "auto" and not _why_not(config, device, tries)))
 
 
-def apply_delta_backend(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Let the model's layers of kind delta use the kernels if these compute them."""
-    if computes_by_kernels(config, device):
+def apply_delta_backend(model: nn.Module, config: Config, device: torch.device, tries: bool = True) -> None:
+    """Let the model's layers of kind delta use the kernels if these compute them; arguments as above."""
+    if computes_by_kernels(config, device, tries):
         for module in recurrent_of(model):
             module.rule = by_kernels
 
 
-def _layers(config: Config) -> Delta | None:
-    """The heads of the model's layers of kind delta; None: it has none."""
-    model = config.model
-    has_some = is_described(model) and any(is_delta(model, layer) for layer in range(model.n_layers))
-    return model.delta if has_some else None  # type: ignore[union-attr]
+def _has_layers(config: Config) -> bool:
+    return is_described(config.model) and any(is_delta(config.model, layer) for layer in range(config.model.n_layers))
 
 
-def _why_not(config: Config, device: torch.device) -> str:
+def _why_not(config: Config, device: torch.device, tries: bool = True) -> str:
     """Why the kernels can't compute the job's layers on a device; empty if they can."""
-    if device.type == "cpu":
-        return f"{_NAME} runs on GPUs only, and this run is on a CPU"
-    if config.training.compute_dtype != "bfloat16":
-        return f'{_NAME} rounds to bfloat16, and training.compute_dtype is "{config.training.compute_dtype}"'
-    if config.training.deterministic:
-        return f"{_NAME} tunes its kernels in each process, and training.deterministic fixes the order of sums"
+    for reason in reasons_against_kernels(config, device.type == "cuda"):
+        return f"{_NAME} {reason}"
     if importlib.util.find_spec(_PACKAGE) is None:
         return f"{_NAME} is not installed (pip install 'fla-core>=0.6')"
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    delta = _layers(config)
-    assert delta is not None
-    return _tried(delta.key_heads, delta.value_heads, delta.key_head_dim, delta.value_head_dim, device)
+    assert is_described(config.model)
+    delta = config.model.delta
+    ranks = config.mesh.tp * config.mesh.cp
+    heads = delta.key_heads // ranks, delta.value_heads // ranks, delta.key_head_dim, delta.value_head_dim
+    if heads not in _outcomes and tries:
+        _outcomes[heads] = _outcome(config.training.micro_batch_size, config.training.seq_len, *heads, device)
+    return _outcomes.get(heads, _NOT_TRIED)
 
 
-@cache
-def _tried(key_heads: int, value_heads: int, key_dim: int, value_dim: int, device: torch.device) -> str:
-    """What goes wrong in a small example, as the package refuses versions of Triton that compile it wrongly."""
-    keys = (1, _TRIED_TOKENS, key_heads)
-    values = (1, _TRIED_TOKENS, value_heads)
-    shapes = ((*keys, key_dim), (*keys, key_dim), (*values, value_dim), values, values)
-    given = [torch.zeros(shape, device=device, requires_grad=True) for shape in shapes]
+_outcomes: dict[tuple[int, ...], str] = {}
+"""What went wrong in the kernels by heads and widths, for which they are tuned; empty if nothing did."""
+
+
+def _outcome(
+    batch: int, seq_len: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, device: torch.device
+) -> str:
+    """Try the kernels, of which the package refuses some versions of Triton, on as many tokens as a step's.
+
+    It tunes them, too: on fewer tokens, it would choose kernels that are slow on many.
+    """
+    keys = (batch, seq_len, key_heads)
+    values = (batch, seq_len, value_heads)
     try:
-        q, k, v, log_decay, strength = given
-        out = _delta_rule(q.bfloat16(), k.bfloat16(), v.bfloat16(), log_decay, strength)
-        torch.autograd.grad(out.float().sum(), given)
+        q, k, v = (
+            torch.randn(*heads, width, device=device, dtype=_DTYPE, requires_grad=True)
+            for heads, width in ((keys, key_dim), (keys, key_dim), (values, value_dim))
+        )
+        log_decay, strength = (torch.zeros(values, device=device, requires_grad=True) for _ in range(2))
+        given = q, k, v, log_decay, strength
+        torch.autograd.grad(_delta_rule(*given).float().sum(), given)
     except Exception as error:  # of a package and a compiler
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"{_NAME} refuses: {' '.join(said.split())}"

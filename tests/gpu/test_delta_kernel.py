@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from models.delta import delta_rule
-from parallelisms.attention.delta import _tried, by_kernels
+from parallelisms.attention.delta import _outcome, by_kernels
 
 pytest.importorskip("fla", reason="needs the package fla-core")
 
@@ -14,7 +14,7 @@ KEY_HEADS, SHARING, WIDTH = 4, 2, 128
 
 @pytest.fixture(scope="module", autouse=True)
 def working_kernels():
-    if reason := _tried(KEY_HEADS, KEY_HEADS * SHARING, WIDTH, WIDTH, torch.device("cuda")):
+    if reason := _outcome(2, 512, KEY_HEADS, KEY_HEADS * SHARING, WIDTH, WIDTH, torch.device("cuda")):
         pytest.skip(reason)
 
 

@@ -20,7 +20,7 @@ JOBS = {
     "": f"torch's operations, since {TRITON}",
     "--attention.delta_backend torch": 'torch\'s operations (attention.delta_backend = "torch")',
     "--attention.delta_backend fla": f'attention.delta_backend is "fla": {TRITON}',
-    "--training.deterministic true": "torch's operations, since flash-linear-attention tunes its kernels",
+    "--training.deterministic true": "torch's operations, since flash-linear-attention chooses kernels by their times",
     "--training.compute_dtype float32": "torch's operations, since flash-linear-attention rounds to bfloat16",
     "--model.layers full": "nothing",
 }
@@ -33,7 +33,7 @@ given, *jobs = sys.argv[1:]
 for words in jobs:
     config = load("qwen3_next_80b_a3b.toml", [*given.split(), *words.replace("full", '["full"]').split()], 1).config
     try:
-        print(delta_kernel(config, torch.device("cuda")) or "nothing")
+        print(delta_kernel(config, torch.device("cuda"), lambda _: None) or "nothing")
     except ConfigError as error:
         print(" ".join(str(error).split()))
 """

@@ -91,7 +91,7 @@ class _Asked(NamedTuple):
         training = self.config.training
         context = self.config.context.method, self.config.attention.backend
         factor = buffer_factor(self.config.expert)
-        by_kernels = self.on_gpu and computes_by_kernels(self.config, _GPU)
+        by_kernels = self.on_gpu and computes_by_kernels(self.config, _GPU, tries=False)
         parts = [
             self.config.model.model_dump(mode="json"),
             [training.seq_len, training.compute_dtype, self.config.compile.enable, self.on_gpu, by_kernels],
@@ -150,7 +150,7 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
         if other != name and plan.can_be_cut:
             delattr(model.get_submodule(parent), child)
     if asked.on_gpu:
-        apply_delta_backend(model, config, _GPU)
+        apply_delta_backend(model, config, _GPU, tries=False)
     with mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)
         tokens = torch.Size((1, config.training.seq_len // asked.part.cp))

@@ -8,6 +8,7 @@ from configs.load import load
 from configs.plan import recurrent_of
 from configs.schema import is_run_key
 from models import build_model
+from parallelisms.attention import delta
 from parallelisms.attention.delta import apply_delta_backend, by_kernels, computes_by_kernels, delta_kernel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -29,23 +30,23 @@ def job(*words):
     ],
 )
 def test_what_computes_on_a_cpu_is_named(words, said):
-    assert delta_kernel(job(*words), CPU) == said
+    assert delta_kernel(job(*words), CPU, print) == said
 
 
 def test_kernels_that_are_named_are_refused_on_a_cpu():
     with pytest.raises(
         ConfigError, match=r'attention.delta_backend is "fla": flash-linear-attention runs on GPUs only'
     ):
-        delta_kernel(job(*HYBRID, *BFLOAT16, "--attention.delta_backend", "fla"), CPU)
+        delta_kernel(job(*HYBRID, *BFLOAT16, "--attention.delta_backend", "fla"), CPU, print)
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         ((), "the model has no layers of kind delta (model.layers); leave it out"),
-        ((*HYBRID, *BFLOAT16, "--job.device", "cpu"), 'runs on GPUs only, and job.device is "cpu"; set "auto"'),
+        ((*HYBRID, *BFLOAT16, "--job.device", "cpu"), 'runs on GPUs only, and this job is for a CPU; set "auto"'),
         ((*HYBRID, "--job.device", "auto"), 'rounds to bfloat16, and training.compute_dtype is "float64"'),
-        ((*HYBRID, *BFLOAT16, "--training.deterministic", "true"), "is tuned anew in each process"),
+        ((*HYBRID, *BFLOAT16, "--training.deterministic", "true"), "chooses kernels by their times in each process"),
     ],
 )
 def test_what_contradicts_the_job_is_refused(words, reason):
@@ -64,3 +65,20 @@ def test_layers_of_a_model_take_the_kernels_that_the_job_names():
     assert rules == {by_kernels}
     assert not computes_by_kernels(job(*HYBRID, *BFLOAT16, "--attention.delta_backend", "torch"), GPU)
     assert not is_run_key("attention.delta_backend")
+
+
+def test_kernels_are_tried_once_and_a_plan_tries_nothing(monkeypatch):
+    tried = []
+    monkeypatch.setattr(delta, "_outcomes", {})
+    monkeypatch.setattr(delta.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(delta, "_outcome", lambda *shapes: tried.append(shapes) or "")
+    config = job(*HYBRID, *BFLOAT16, "--mesh.tp", "2")
+    assert not computes_by_kernels(config, GPU, tries=False)
+    said = []
+    assert delta_kernel(config, GPU, said.append) == "flash-linear-attention"
+    assert [line.partition(",")[0] for line in said] == ["trying flash-linear-attention's kernels"]
+    assert computes_by_kernels(config, GPU, tries=False)
+    assert computes_by_kernels(config, GPU)
+    [(batch, seq_len, key_heads, value_heads, *_)] = tried
+    assert (batch, seq_len) == (config.training.micro_batch_size, config.training.seq_len)
+    assert (key_heads, value_heads) == (1, 2)
