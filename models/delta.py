@@ -12,8 +12,8 @@ factors since the chunk began, and S the memory before it,
     U, W = (1 + A)^-1 (b v), (1 + A)^-1 (b c k)      so that the corrections are U - W S
     S'   = (c_C - K^T W) S + K^T U,                  where the rows of K are k_i c_C / c_i
 
-so that only this last line, one product for each chunk, goes through the sequence in order. It is one op: of a loop in
-plain sight, the compiler would make a graph as long as the sequence.
+so that only this last line, one product for each chunk, goes through the sequence in order. It is one op:
+from a loop, the compiler would make a graph as long as the sequence.
 
 As in Qwen3-Next, whose names and layout the weights have, a short causal convolution comes first, queries and keys have
 length 1, several value heads share a key head, and outputs are normed and gated. Nothing passes from one document to

@@ -84,8 +84,9 @@ def _attention(config: Config, _: int | None) -> Iterator[Problem]:
         yield "attention.backend", f'backend "{backend}" {reason}'
     has_delta = is_described(config.model) and "delta" in config.model.layers
     if config.attention.delta_backend != "auto" and not has_delta:
-        yield "attention.delta_backend", "the model has no layers of kind delta (model.layers); leave it out"
-    if config.attention.delta_backend == "fla":
+        what = f'delta_backend "{config.attention.delta_backend}" does nothing'
+        yield "attention.delta_backend", f"{what}: the model has no layers of kind delta (model.layers); leave it out"
+    elif config.attention.delta_backend == "fla":
         for reason in reasons_against_kernels(config, config.job.device != "cpu"):
             yield "attention.delta_backend", f'delta_backend "fla" {reason}; set "auto" or "torch"'
 
