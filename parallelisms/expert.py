@@ -87,11 +87,26 @@ def _on_their_ranks(
     """
     if experts.in_buffers and buffer_factor:
         own_counts, there, back = _route_in_buffers(counts, rows.shape[0], buffer_factor, n_ranks, group)
-        results = forward(_exchange_in_buffers(rows, *there, *back, group), own_counts)
+        results = _with_more_rows(forward, _exchange_in_buffers(rows, *there, *back, group), own_counts)
         return _exchange_in_buffers(results, *back, *there, group)
     own_counts, *route = _route(counts, rows.shape[0], group)
-    results = forward(_send(rows, *route, group), own_counts)
+    results = _with_more_rows(forward, _send(rows, *route, group), own_counts)
     return _return(results, *route, rows.shape[0], group)
+
+
+def _with_more_rows(forward: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+    """Run `forward`, on a CPU with more rows behind those that count, which no product computes.
+
+    A CPU's exponential has other bits for a tensor's last elements, fewer than its vectors take. Which ones are last
+    would depend on the exchange: in buffers, what fills up comes last.
+    """
+    if rows.device.type != "cpu":
+        return forward(rows, counts)
+    return forward(F.pad(rows, (0, 0, 0, _VECTOR)), counts)[: rows.shape[0]]
+
+
+_VECTOR = 32
+"""The most elements that a CPU computes at once: two vectors of 64 bytes, in float32."""
 
 
 # --------------------------------------------------------------------------- custom ops, opaque to torch.compile

@@ -22,6 +22,7 @@ from parallelisms import expert
 from parallelisms.expert import Buffers, apply_expert_parallel, buffer_rows
 from parallelisms.mesh import build_mesh
 from scripts.parity import dtype_overrides
+from scripts.parity_compare import bits
 from scripts.parity_rows import MOE, Row, expert_rows, words
 from tests.distributed.test_parity import assert_parity
 from tests.hf_families import NEEDS_TRANSFORMERS, write_config
@@ -110,6 +111,20 @@ def test_rows_come_back_from_their_experts(ranks, name, n_ranks, is_in_buffers):
 
 
 # --------------------------------------------------------------------------- in buffers
+
+
+ODD = MOE | {"model.n_experts": 8, "model.n_dense_layers": 1, "model.expert_dim": 12, "training.reduction": "exact"}
+ODD |= {f"training.{key}": "float32" for key in ("dtype", "compute_dtype", "reduce_dtype")}
+
+
+def test_buffers_have_the_bits_of_uneven_splits_at_any_width(ranks):
+    """Experts whose elements fill no whole vectors of a CPU, which computes a tensor's last elements otherwise."""
+    mesh = {"mesh.ep": 2, "mesh.dp_shard": 2}
+    uneven, *buffers = (
+        ranks(2, bits, "parity.toml", words(ODD | mesh | further))
+        for further in ({}, *({"expert.exchange": "buffers", "expert.buffer_factor": factor} for factor in (1.3, 2.0)))
+    )
+    assert buffers == [uneven, uneven]
 
 
 def missing_rows(choices: list[list[int]], factor: float):
