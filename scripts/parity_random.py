@@ -109,8 +109,9 @@ def draw(seed: int, number: int) -> Draw:
     run |= _some(dice, 0.15, {"model.multi_token": f"{{depth = {dice.choice((1, 2))}, loss_weight = 0.5}}"})
     run |= _with_states(dice, run)
     run |= _mup(dice, run)
-    # A token that sees itself alone: the gradients of queries and keys are rounding, whose sign differs with the mesh.
-    if run.get("model.window") == 1 and _takes_signs(run):
+    # A token that sees itself alone: the gradients of queries and keys are rounding, which differs with the mesh; signs
+    # and Muon's directions enlarge it.
+    if run.get("model.window") == 1 and (_takes_signs(run) or run.get("optimizer.name") == "muon"):
         run["model.window"] = 2
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
