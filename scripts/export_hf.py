@@ -25,7 +25,7 @@ from trainer.report.console import Console
 from trainer.report.units import parse_size
 
 if TYPE_CHECKING:
-    from checkpoint.export.hf import TokenizerFiles
+    from checkpoint.export.hf_export import TokenizerFiles
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.optimizer:
             _export_optimizer(checkpoint, options, console)
             return
-        from checkpoint.export.hf import export_hf
+        from checkpoint.export.hf_export import export_hf
 
         tokenizer = _tokenizer(checkpoint, options.tokenizer)
         if not tokenizer.files:
@@ -74,7 +74,7 @@ def _export_optimizer(checkpoint: Path, options: argparse.Namespace, console: Co
 
 def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
     """Find the tokenizer of the command line, or of the job that wrote the checkpoint."""
-    from checkpoint.export.hf import TokenizerFiles
+    from checkpoint.export.hf_export import TokenizerFiles
     from scripts.export.hf_tokenizer import tokenizer_files
 
     path = wanted or tokenizer_of(checkpoint)

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (options.source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
             what = f"it has no {HF_CONFIG_NAME}" if options.source.is_dir() else "no such folder"
             raise UserError(f"{whole(options.source)} is not a Hugging Face model folder: {what}")
-        from checkpoint.export.hf import MODEL_TOML, import_hf, unread
+        from checkpoint.export.hf_import import MODEL_TOML, import_hf, unread
         from scripts.export.hf_tokenizer import find_tokenizer
 
         tokenizer = find_tokenizer(options.source)

@@ -33,6 +33,10 @@ PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "trainer.run")
 """Modules imported before workers are forked, besides this one, because each import takes seconds."""
 
 
+class RankDied(RuntimeError):
+    """A rank's process ended outside of Python, by a signal."""
+
+
 @dataclass
 class _Worker:
     process: BaseProcess
@@ -44,7 +48,11 @@ class _Worker:
         """Describe how the worker ended."""
         self.process.join(timeout=5)
         self.crash.seek(0)
-        return f"the process died (exit code {self.process.exitcode})\n{self.crash.read()}"
+        return f"{self.crash.read()}the process died (exit code {self.process.exitcode})"
+
+    def was_killed(self) -> bool:
+        """Whether it has ended by a signal."""
+        return (self.process.exitcode or 0) < 0
 
 
 class RankPool:
@@ -62,7 +70,8 @@ class RankPool:
         The function must be importable (a module's top level), arguments and results picklable.
 
         Raises:
-            RuntimeError: a rank raised (its traceback is the message) or died.
+            RankDied: a rank's process ended by a signal.
+            RuntimeError: a rank raised; its traceback is the message.
         """
         if ranks > self.size:
             raise ValueError(f"{ranks} ranks requested from a pool of {self.size}")
@@ -93,8 +102,9 @@ class RankPool:
                     retired.append(workers[rank])
                 if is_error:  # the others may be waiting for it in a collective
                     rank, results[rank] = _cause(workers, rank, results[rank])
+                    error = RankDied if workers[rank].was_killed() else RuntimeError
                     self.close(patience_seconds=0)
-                    raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
+                    raise error(f"rank {rank} of {len(workers)}: {results[rank]}")
         _end(retired, patience_seconds=5)
         self._workers = [worker for worker in self._workers if worker not in retired]
         return [results[rank] for rank in range(len(workers))]

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from checkpoint.export.hf import checkpoint_files
+from checkpoint.export.model_files import checkpoint_files
 from scripts.sampling.load import _read_model
 from tests.conftest import ROOT
 

@@ -98,7 +98,7 @@ def import_weights(config: Config, console: Console) -> None:
     output = imported_to(config)
     if output is None or output.exists() or _choice(config).candidates:
         return
-    from checkpoint.export.hf import import_hf
+    from checkpoint.export.hf_import import import_hf
 
     with console.progress(f"Importing {config.checkpoint.init_from}", in_bytes=True) as report:
         import_hf(Path(config.checkpoint.init_from or ""), output, None, progress=report, as_it_is=True)

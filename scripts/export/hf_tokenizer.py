@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoint.export.hf import TokenizerFiles, require_inside
+from checkpoint.export.hf_export import TokenizerFiles
+from checkpoint.export.hf_folder import require_inside
 from configs.errors import KeelError, UserError
 from trainer.data.tokenizer import SPACE, JsonTokenizer, load_tokenizer
 

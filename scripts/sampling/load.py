@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkpoint.compare import described, require_same
-from checkpoint.export.hf import ModelFiles, checkpoint_files, hf_files
+from checkpoint.export.model_files import ModelFiles, checkpoint_files, hf_files
 from checkpoint.find import find_model, tokenizer_of
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import UserError

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from checkpoint.reader import Description, Log

@@ -1,15 +1,17 @@
 """Jobs drawn at random for the parity table: draws repeat, refusals are no faults, and faults are found."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
 from configs.load import load
 from configs.reading.keys import find, key_path
 from parallelisms.torch_internals import has_zero_bubble
-from scripts import parity
-from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, shrunk
+from scripts import parity, parity_random, rank_pool
+from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, run_random, shrunk
 from scripts.parity_rows import words
+from scripts.rank_pool import RankDied
 from trainer import step
 
 CONFIG = "parity.toml"
@@ -116,6 +118,37 @@ def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
     run = FLOAT64 | {"model.n_layers": 4, "training.steps": 2}
     outcome = attempt(Pool(ranks), CONFIG, Draw(4, run | pipeline, move_at=1, moved={"mesh.dp_shard": 2, "mesh.tp": 2}))
     assert outcome == Outcome()
+
+
+class DyingPool:
+    """A rank dies in these calls, by number; all others say that bits and values are as expected."""
+
+    def __init__(self, *dying):
+        self.dying = dying
+        self.calls = 0
+
+    def run(self, n, function, *arguments):
+        self.calls += 1
+        if self.calls in self.dying:
+            raise RankDied("rank 0 of 2: the process died (exit code -6)")
+        return [SimpleNamespace(passes=lambda dtype: True)]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("dying", "wrong"), [((), 0), ((1,), 0), ((1, 2), 1), ((1, 4), 1)])
+def test_a_rank_may_die_once(monkeypatch, capsys, dying, wrong):
+    """A job is tried once more, in plain sight; a second death in the same command is a fault."""
+    drawn = Draw(2, FLOAT64 | {"mesh.tp": 2})
+    monkeypatch.setattr(parity_random, "draw", lambda seed, number: drawn)
+    monkeypatch.setattr(parity_random, "shrunk", lambda pool, config, drawn: drawn)
+    monkeypatch.setattr(rank_pool, "RankPool", lambda size: DyingPool(*dying))
+    assert run_random(CONFIG, jobs=2, seed=0) == wrong
+    printed = capsys.readouterr().out
+    assert printed.count("tried once more") == bool(dying)
+    assert printed.count("job 0: crash: rank 0 of 2: the process died (exit code -6)") == len(dying) - (dying == (1, 4))
+    assert f"2 jobs: 0 refused, {wrong} wrong" in printed
 
 
 @pytest.mark.slow

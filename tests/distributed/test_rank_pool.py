@@ -11,7 +11,7 @@ import torch
 from scripts import rank_pool
 from scripts.parity import dtype_overrides, run_rows
 from scripts.parity_rows import table
-from scripts.rank_pool import MANY_THREADS, RankPool
+from scripts.rank_pool import MANY_THREADS, RankDied, RankPool
 
 CONFIG = "parity.toml"
 CHOSEN = ("FSDP 2, full, compiled, accumulation 2", "TP 2, none, eager, accumulation 1")
@@ -81,7 +81,7 @@ def test_a_rank_that_dies_ends_the_others_and_says_where():
     pool = RankPool(size=2)
     try:
         with pytest.raises(
-            RuntimeError, match=r"(?s)rank 1 of 2: the process died \(exit code -6\).* in end_on_rank_one"
+            RankDied, match=r"(?s)rank 1 of 2: .* in end_on_rank_one.*the process died \(exit code -6\)$"
         ):
             pool.run(2, end_on_rank_one)
     finally:

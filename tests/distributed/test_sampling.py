@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint.export.hf import export_hf
+from checkpoint.export.hf_export import export_hf
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from checkpoint.reader import Description, Log

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint.export.hf import export_hf
+from checkpoint.export.hf_export import export_hf
 from checkpoint.manifest import steps_in
 from configs.errors import UserError
 from scripts import evaluate as script

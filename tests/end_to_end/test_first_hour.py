@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from configs.load import load

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from checkpoint.export.hf import export_hf
+from checkpoint.export.hf_export import export_hf
 from checkpoint.manifest import steps_in
 from configs.load import load
 from scripts import sample as script

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from configs.load import load
 from scripts.parity_reference import batches
 from tests.end_to_end.launch import finish, start

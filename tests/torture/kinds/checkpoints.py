@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.index import read_metadata
 from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, TRAINER_NAME, read_manifest, read_trainer_state, sealed
 from checkpoint.tensor_stream import read_tensor

@@ -5,7 +5,9 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from checkpoint.export.hf import INDEX_NAME, SINGLE_NAME, TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_folder import INDEX_NAME, SINGLE_NAME
+from checkpoint.export.hf_import import import_hf
 from tests.torture.kinds.kind import Kind
 from tests.torture.mutations import mutated_bytes, mutated_json
 from tests.unit.hf_support import TINY, make_model, save

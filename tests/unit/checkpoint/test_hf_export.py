@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.export.hf import TokenizerFiles, checkpoint_files, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
+from checkpoint.export.model_files import checkpoint_files
 from configs.errors import UserError
 from configs.schema import Model
 from scripts import export_hf as script
@@ -134,7 +136,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from tests.held import held
 
 checkpoint, out, back = map(Path, sys.argv[1:])

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from checkpoint.export.hf import TokenizerFiles, checkpoint_files, export_hf, hf_files, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
+from checkpoint.export.model_files import checkpoint_files, hf_files
 from configs.errors import UserError
 from scripts.sampling.load import _read_model
 from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, write_config

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
 from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel, unknown_fields
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor

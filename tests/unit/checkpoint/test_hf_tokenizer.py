@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
 from scripts import export_hf as script

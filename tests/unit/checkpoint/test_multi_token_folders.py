@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint import storage
-from checkpoint.export import hf
-from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.export import hf_export
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.lock import BeingRead, ReadLock
 from checkpoint.manifest import step_folder, steps_in
 from checkpoint.reader import Log
@@ -105,7 +105,7 @@ def test_nothing_is_read_of_what_is_being_removed(tmp_path, monkeypatch):
 
 def test_an_export_locks_what_it_reads(tmp_path, monkeypatch):
     checkpoint = save_model(tmp_path / "step-00000001", make_model(TINY["tied"]))
-    read, refused = hf.read_tensor, []
+    read, refused = hf_export.read_tensor, []
 
     def read_while_another_prunes(*arguments):
         with pytest.raises(BeingRead):
@@ -113,7 +113,7 @@ def test_an_export_locks_what_it_reads(tmp_path, monkeypatch):
         refused.append(1)
         return read(*arguments)
 
-    monkeypatch.setattr(hf, "read_tensor", read_while_another_prunes)
+    monkeypatch.setattr(hf_export, "read_tensor", read_while_another_prunes)
     export_hf(checkpoint, tmp_path / "out", TokenizerFiles())
     assert len(refused) > 10
     FolderStorage().remove(checkpoint)

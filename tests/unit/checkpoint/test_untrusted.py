@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from checkpoint.export.hf_import import import_hf
 from checkpoint.index import read_metadata
 from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, TRAINER_NAME, read_manifest, sealed
 from checkpoint.tensor_stream import read_tensor, require_stored

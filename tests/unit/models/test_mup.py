@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from configs.architectures import family_of, own_weights
 from configs.architectures.llama import Latent, MultiToken
 from configs.architectures.mup import folds, lr_scale

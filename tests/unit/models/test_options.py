@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from configs.schema import Model
 from models import build_model
 from models.documents import Documents
