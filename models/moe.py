@@ -23,6 +23,7 @@ Two methods keep the load even (`[model.router] load_balance`):
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -191,12 +192,13 @@ class Experts(nn.Module):
         self.local: Callable[[Tensor], Tensor] = unchanged
         """Maps a stored weight to this rank's part of it; a technique that shards the weights replaces it."""
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, meanwhile: Callable[[], object] | None = None) -> Tensor:
         """Apply to each row its expert.
 
         Args:
             rows: (n, dim), sorted by expert.
             counts: (experts,) int64, rows of each expert that this rank holds; any may be 0.
+            meanwhile: what expert parallelism may call while rows travel; nothing else does.
 
         Returns:
             (n, dim); one term of a sum over ranks if the weights are sharded by inner width.
@@ -204,6 +206,19 @@ class Experts(nn.Module):
         gate = None if self.gate_proj is None else grouped_mm(rows, self.local(self.gate_proj), counts)
         hidden = activate(self.activation, gate, grouped_mm(rows, self.local(self.up_proj), counts))
         return grouped_mm(hidden, self.local(self.down_proj), counts)
+
+
+class _Once:
+    """Computes a tensor when it is first called, and returns it from then on."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._result: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._result is None:
+            self._result = self._compute()
+        return self._result
 
 
 class MixtureOfExperts(nn.Module):
@@ -221,14 +236,19 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Load]:
         """x: (batch, seq, dim) -> the same shape, and the load of each expert."""
         choice = self.router(x)
-        outputs = through_experts(self.experts, x.flatten(0, 1), choice.experts, choice.load.tokens)
-        out = (outputs * choice.weights.to(x.dtype)[..., None]).sum(2)
         if self.shared_experts is None:
-            return out, choice.load
-        shared = self.shared_experts(x)
-        if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x).sigmoid()
-        return out + shared, choice.load
+            return self._routed(x, choice), choice.load
+        shared = _Once(partial(self._shared, self.shared_experts, x))
+        return self._routed(x, choice, meanwhile=shared) + shared(), choice.load
+
+    def _routed(self, x: Tensor, choice: Choice, meanwhile: Callable[[], object] | None = None) -> Tensor:
+        experts = partial(self.experts, meanwhile=meanwhile)
+        outputs = through_experts(experts, x.flatten(0, 1), choice.experts, choice.load.tokens)
+        return (outputs * choice.weights.to(x.dtype)[..., None]).sum(2)
+
+    def _shared(self, experts: FeedForward, x: Tensor) -> Tensor:
+        out = experts(x)
+        return out if self.shared_expert_gate is None else out * self.shared_expert_gate(x).sigmoid()
 
 
 def through_experts(experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:

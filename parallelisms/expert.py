@@ -10,6 +10,7 @@ The host must know the splits, so it waits for the device in each layer. `expert
 rank sends every other the same number of rows, `buffer_factor` times as many as an even load has, and whatever rows
 fill up a buffer are left out of the products. Where a buffer is too small, rows are missing; the device finds that out,
 the step changes nothing, and is computed again with uneven splits. So no value depends on the size of the buffers.
+While rows travel in buffers, the device computes the shared experts, in both passes.
 
 A rank's experts are whole; FSDP shards them over the remaining ranks of `dp_shard` x `cp` (`fsdp.py`). A parameter is
 a DTensor over both axes, so initialization, clipping and checkpoints need no special case for experts.
@@ -29,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from configs.plan import plan_of, routers_of
+from configs.schema import Config, is_described
+from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 from parallelisms.torch_internals import group_named
 
@@ -56,6 +59,17 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, buffer_factor: flo
         setattr(experts, computation, on_their_ranks)
 
 
+def keep_shared_experts_between(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """The compiler's settings with which the shared experts stay between the beginning and the end of an exchange.
+
+    To save memory, Inductor orders a block's operations anew, and begins each exchange only where it ends.
+    """
+    model = config.model
+    has_shared_experts = is_described(model) and model.n_shared_experts > 0
+    are_beside = has_shared_experts and mesh.sizes.ep > 1 and config.expert.exchange == "buffers"
+    return {"reorder_for_peak_memory": False} if are_beside else {}
+
+
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's share of a parameter (experts, ...), which tensor parallelism may have sharded within each expert."""
     within = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * (mesh.ndim - 1)
@@ -73,6 +87,7 @@ def _on_their_ranks(
     buffer_factor: float | None,
     rows: Tensor,
     counts: Tensor,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
     """Run `forward` on the ranks that hold each row's expert.
 
@@ -84,11 +99,15 @@ def _on_their_ranks(
         buffer_factor: as for `apply_expert_parallel`.
         rows: (n, dim), sorted by expert.
         counts: (n_experts,) int64, rows of each expert.
+        meanwhile: called while the rows travel in buffers.
     """
     if experts.in_buffers and buffer_factor:
         own_counts, there, back = _route_in_buffers(counts, rows.shape[0], buffer_factor, n_ranks, group)
-        results = _with_more_rows(forward, _exchange_in_buffers(rows, *there, *back, group), own_counts)
-        return _exchange_in_buffers(results, *back, *there, group)
+        travelling = _begin_exchange(rows, *there, *back, group)
+        if meanwhile:
+            meanwhile()
+        results = _with_more_rows(forward, _end_exchange(travelling, *there, *back, group), own_counts)
+        return _end_exchange(_begin_exchange(results, *back, *there, group), *back, *there, group)
     own_counts, *route = _route(counts, rows.shape[0], group)
     results = _with_more_rows(forward, _send(rows, *route, group), own_counts)
     return _return(results, *route, rows.shape[0], group)
@@ -224,7 +243,7 @@ def _route_in_buffers(
 
     Returns:
         counts: (own experts,) int64, rows that arrive for each expert of this rank.
-        there: `sent` and `kept` of `_exchange_in_buffers`: any row fills a buffer up, and rows are kept by expert, what
+        there: `sent` and `kept` of `_begin_exchange`: any row fills a buffer up, and rows are kept by expert, what
             fills up last.
         back: the same for the results: in order of arrival, and each row's place in the buffers, or any place for a row
             for which there is none.
@@ -255,11 +274,16 @@ def _route_in_buffers(
     return lengths[:, :-1].sum(0), (leaving, by_expert), (as_arrived, places)
 
 
-@torch.library.custom_op("keel::exchange_in_buffers", mutates_args=())
-def _exchange_in_buffers(
+# An exchange is two ops, and what is computed between them runs while the rows travel. The gradient takes the way back
+# in the same two ops: that of `_end_exchange` begins the exchange, that of `_begin_exchange` ends it. Autograd only
+# passes on what lies between them, and meanwhile computes the gradients of what was computed there.
+
+
+@torch.library.custom_op("keel::begin_exchange", mutates_args=())
+def _begin_exchange(
     rows: Tensor, sent: Tensor, kept: Tensor, sent_back: Tensor, kept_back: Tensor, group: str
 ) -> Tensor:
-    """Send rows to all ranks, as many to each.
+    """Begin to send rows to all ranks, as many to each.
 
     Args:
         rows: (n, dim).
@@ -269,16 +293,34 @@ def _exchange_in_buffers(
         group: as for `_on_their_ranks`.
 
     Returns:
-        (m, dim).
+        (ranks * buffer, dim), for `_end_exchange` alone: not there yet.
     """
-    n_ranks = group_named(group).size()
-    even = [len(sent) // n_ranks] * n_ranks
-    return _all_to_all(rows[sent], even, even, group)[kept]
+    even = _even(sent, group)
+    return _c10d.all_to_all_single(rows[sent], even, even, group)
 
 
-@_exchange_in_buffers.register_fake
+@_begin_exchange.register_fake
 def _(rows: Tensor, sent: Tensor, kept: Tensor, sent_back: Tensor, kept_back: Tensor, group: str) -> Tensor:
-    return rows.new_empty(kept.shape[0], rows.shape[1])
+    return rows.new_empty(sent.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("keel::end_exchange", mutates_args=())
+def _end_exchange(
+    travelling: Tensor, sent: Tensor, kept: Tensor, sent_back: Tensor, kept_back: Tensor, group: str
+) -> Tensor:
+    """Wait for rows: those to keep, (m, dim). Takes what `_begin_exchange` has returned, and its arguments."""
+    return _c10d.wait_tensor(travelling)[kept]
+
+
+@_end_exchange.register_fake
+def _(travelling: Tensor, sent: Tensor, kept: Tensor, sent_back: Tensor, kept_back: Tensor, group: str) -> Tensor:
+    return travelling.new_empty(kept.shape[0], travelling.shape[1])
+
+
+def _even(sent: Tensor, group: str) -> list[int]:
+    """How many rows each rank is sent."""
+    n_ranks = group_named(group).size()
+    return [len(sent) // n_ranks] * n_ranks
 
 
 def _keep_places(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -286,12 +328,18 @@ def _keep_places(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*places)
 
 
-def _exchange_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _begin_for_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     sent, kept, sent_back, kept_back = ctx.saved_tensors
-    return _exchange_in_buffers(grad, sent_back, kept_back, sent, kept, ctx.group), *(None,) * 5
+    return _begin_exchange(grad, sent_back, kept_back, sent, kept, ctx.group), *(None,) * 5
 
 
-_exchange_in_buffers.register_autograd(_exchange_gradients, setup_context=_keep_places)
+def _end_for_gradients(ctx: Any, travelling: Tensor) -> tuple[Tensor | None, ...]:
+    sent, kept, sent_back, kept_back = ctx.saved_tensors
+    return _end_exchange(travelling, sent_back, kept_back, sent, kept, ctx.group), *(None,) * 5
+
+
+_begin_exchange.register_autograd(_end_for_gradients, setup_context=_keep_places)
+_end_exchange.register_autograd(_begin_for_gradients, setup_context=_keep_places)
 
 
 class Buffers:

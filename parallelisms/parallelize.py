@@ -19,7 +19,7 @@ from parallelisms.attention.backend import apply_attention_backend
 from parallelisms.attention.context import apply_context_parallel
 from parallelisms.attention.delta import apply_delta_backend
 from parallelisms.compile import apply_compile, compiler_options
-from parallelisms.expert import apply_expert_parallel
+from parallelisms.expert import apply_expert_parallel, keep_shared_experts_between
 from parallelisms.float8 import apply_float8, choice_of
 from parallelisms.fsdp import apply_fsdp, apply_prefetch, is_needed
 from parallelisms.load_balance import apply_load_balance
@@ -50,7 +50,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
         apply_load_balance(stage, mesh, config)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:
-            apply_compile(stage, compiler_options(config.compile) | enable_async_tp(config, mesh))
+            options = compiler_options(config.compile) | enable_async_tp(config, mesh)
+            apply_compile(stage, options | keep_shared_experts_between(config, mesh))
         if is_needed(mesh.sizes.world_size, config):
             apply_fsdp(stage, mesh, config.fsdp, config.training)
             apply_prefetch(stage, config.comm)

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -31,6 +32,7 @@ from trainer.data.loader import build_loader
 from trainer.planning.memory import estimate_memory
 from trainer.step import Learner, build_learner, build_stages
 
+_c10d = torch.ops._c10d_functional
 ROWS_BY_NAME = {row.name: row for row in expert_rows()}
 N_EXPERTS, DIM, ROWS = 8, 4, 6  # rows of each rank
 
@@ -187,6 +189,35 @@ def test_in_the_parity_rows_some_experts_get_nothing(ranks, name):
     exchanges = [counts for of_rank in received for counts in of_rank]
     assert any(0 in counts for counts in exchanges)
     assert all(len(set(counts)) > 1 for counts in exchanges)  # uneven
+
+
+def order_beside_shared_experts() -> list[str]:
+    """What this rank does in turn in a layer's forward and backward pass: exchanges begin and end, shared experts."""
+    one_layer = MOE | {"model.n_layers": 2, "model.n_dense_layers": 1, "model.n_shared_experts": 1}
+    in_buffers = {"mesh.ep": 2, "expert.exchange": "buffers", "training.micro_batch_size": 1}
+    row = Row("shared experts", 2, words(in_buffers), words(one_layer))
+    done: list[str] = []
+    learner = learner_of(row)
+    (stage,) = learner.stages.values()
+    (shared,) = (module for name, module in stage.named_modules() if name.endswith(".shared_experts"))
+    shared.register_forward_hook(lambda *given: done.append("shared"))
+    shared.register_full_backward_hook(lambda *given: done.append("shared"))
+    c10d = SimpleNamespace(
+        all_to_all_single=lambda x, *given: done.append("begin") or _c10d.all_to_all_single(x, *given),
+        wait_tensor=lambda x: done.append("end") or _c10d.wait_tensor(x),
+    )
+    loader = build_loader(learner.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=0)
+    with patch.object(expert, "_c10d", c10d):
+        learner.gradients(next(loader)[:1], in_buffers=True)
+    loader.close()
+    return done
+
+
+def test_shared_experts_are_computed_while_rows_travel(ranks):
+    counts = ["begin", "end"]  # how many rows each expert gets
+    there, back = ["begin", "shared", "end"], ["begin", "end"]
+    for done in ranks(2, order_beside_shared_experts):
+        assert done == [*counts, *there, *back, *back, *there]
 
 
 def bytes_held(row: Row) -> tuple[int, int, int, int]:

@@ -5,14 +5,21 @@ groups, layouts, generated kernels, and that nothing makes the host wait.
 """
 
 import os
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from parallelisms import expert
 from parallelisms.torch_internals import has_zero_bubble
+from tests.null_gpu.device import Counters
 from tests.null_gpu.even_routing import route_evenly
 from tests.null_gpu.step import measure
 
+_c10d = torch.ops._c10d_functional
 SMALL = (
     "--model.dim 512 --model.n_layers 4 --model.n_heads 8 --model.n_kv_heads 4 --model.head_dim 64 "
     "--model.ffn_dim 1024 --model.vocab_size 4096 --model.tie_embeddings false --training.seq_len 512 "
@@ -84,6 +91,38 @@ def test_compiled(null_ranks, name):
     result = run(null_ranks, ranks, words)
     assert expected <= result["collectives_by_axis"].keys(), result["collectives_by_axis"]
     assert result["counts"]["launch_triton"] > 50
+
+
+def products_while_rows_travel(words: str) -> Counter[int]:
+    """On a rank: how many products are queued between the beginning and the end of an exchange, of all in three steps."""
+    queued: list[int] = []
+    products = Counters()
+
+    def begin(*given: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # of the counts, which are no op of their own
+            return _c10d.all_to_all_single(*given)
+        queued.append(-products.read()["gemm"])
+        return _c10d.all_to_all_single(*given)
+
+    def end(rows: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _c10d.wait_tensor(rows)
+        queued[-1] += products.read()["gemm"]
+        return _c10d.wait_tensor(rows)
+
+    with patch.object(expert, "_c10d", SimpleNamespace(all_to_all_single=begin, wait_tensor=end)):
+        step(words)
+    return Counter(queued)
+
+
+@pytest.mark.parametrize("enable", ["false", "true"])
+def test_shared_experts_are_queued_while_rows_travel(null_ranks, enable):
+    """Three products forward, six backward, beside the rows' way there; nothing beside their way back."""
+    words = f"{EXPERTS} --model.n_shared_experts 1 --mesh.ep 2 {BUFFERS} --compile.enable {enable}"
+    for found in null_ranks(2, products_while_rows_travel, words):
+        assert found.keys() == {0, 3, 6}
+        assert found[3] == found[6] > 0
+        assert found[0] == found[3] * (2 if enable == "true" else 3)  # in eager mode also the counts
 
 
 def test_one_kernel_updates_a_group(null_ranks):

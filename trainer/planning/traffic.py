@@ -43,7 +43,7 @@ _OPS = {
     "_c10d_functional::all_to_all_single": "all_to_all",
     "keel::send_to_experts": "all_to_all",
     "keel::return_from_experts": "all_to_all",
-    "keel::exchange_in_buffers": "all_to_all",
+    "keel::begin_exchange": "all_to_all",
 }
 """Names of the dispatcher's ops -> names of the collectives."""
 
