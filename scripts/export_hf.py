@@ -34,8 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the export; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.optimizer and (options.dtype or options.max_shard_size or options.tokenizer):
-        parser.error("--dtype, --max-shard-size and --tokenizer are for a model; leave them out with --optimizer")
+    of_model = (options.dtype, options.max_shard_size, options.tokenizer, options.gate_shared_experts)
+    if options.optimizer and any(of_model):
+        parser.error(
+            "--dtype, --max-shard-size, --tokenizer and --gate-shared-experts are for a model; leave them out with "
+            "--optimizer"
+        )
     if options.gather and not options.optimizer:
         parser.error("--gather needs --optimizer")
 
@@ -59,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 verify=options.verify,
                 progress=report,
                 warn=console.warning,
+                gates_shared=options.gate_shared_experts,
             )
 
     return run_command(work, "stopped; nothing was written")
@@ -102,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--verify", choices=("hash", "size"), default="hash", help="how to verify the checkpoint (default: hash)")
     add("--tokenizer", metavar="FILE", help="replaces the job's tokenizer.path; none: no tokenizer")
+    add(
+        "--gate-shared-experts",
+        action="store_true",
+        help="give shared experts without a gate (DeepSeekMoE) one that changes nothing, for Qwen2MoeForCausalLM",
+    )
     add("--optimizer", action="store_true", help="export the optimizer state for plain torch instead of the model")
     add(
         "--gather",

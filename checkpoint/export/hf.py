@@ -178,6 +178,7 @@ def export_hf(
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
     warn: Callable[[str], None] = lambda text: None,
+    gates_shared: bool = False,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, in one process, whatever mesh has saved it.
 
@@ -190,6 +191,7 @@ def export_hf(
         verify: "hash": first compare the content of the files that are read with their hashes.
         progress: called after each tensor.
         warn: called with what the format has no place for.
+        gates_shared: give shared experts without a gate one that changes nothing, for a class that has it.
 
     Raises:
         UserError: the checkpoint is damaged, or its model has no counterpart, or the output exists or can't be written.
@@ -197,7 +199,12 @@ def export_hf(
     manifest = read_manifest(checkpoint)
     metadata = read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
-    if reason := not_exportable(model):
+    written = as_written(model, gates_shared) if is_described(model) else model
+    if gates_shared and written == model:
+        raise UserError(
+            f"{checkpoint}: this model has no shared experts without a gate; leave --gate-shared-experts out"
+        )
+    if reason := not_exportable(written):
         raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
     whole = _exported(checkpoint, manifest, metadata, output, tokenizer, verify)
     if isinstance(model, HfModel):
@@ -207,11 +214,11 @@ def export_hf(
             family.write_folder(model, tensors, folder, target, max_shard_bytes, tokenizer.marks())
         return
     assert is_described(model)
+    assert is_described(written)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
-    if missing := left_out(model):
+    if missing := left_out(written):
         warn(missing)
-    repeated = copies(model)
-    written = as_written(model)
+    repeated = copies(written)
     shapes = tensor_shapes(written)
     shapes |= {name: shapes[first] for name, first in repeated.items()}
     own_dtype = _check_tensors(checkpoint, metadata, model)
@@ -220,13 +227,13 @@ def export_hf(
     targets = _dtypes(written, target) | dict.fromkeys(repeated, target)
     count = Counter(progress, sum(n_bytes(shape, own_dtypes[name]) for name, shape in shapes.items()))
     shards = _shards(shapes, targets, max_shard_bytes)
-    stacks = _Stacks(checkpoint, metadata, model, own_dtype)
+    stacks = _Stacks(checkpoint, metadata, model, written, own_dtype)
 
     with whole as folder:
         for name, shard in shards.items():
             _write_shard(folder / name, {tensor: count(stacks.read(tensor)).to(targets[tensor]) for tensor in shard})
         seq_len = manifest.value("training", "seq_len", int) or 0
-        write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
+        write_json(folder / CONFIG_NAME, to_hf(written, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
         write_json(folder / INDEX_NAME, _index(shards, targets))
         write_json(folder / "generation_config.json", tokenizer.marks())
 
@@ -271,13 +278,13 @@ class _Stacks:
     A tensor that several of the checkpoint's share is joined.
     """
 
-    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model, written: Model, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
         self._metadata = metadata
         self._dtype = dtype
-        self._sources = sources(as_written(model))
-        self._copies = copies(model)
-        self._factors = {f"model.{name}": factor for name, factor in factors(model).items()}
+        self._sources = sources(written)
+        self._copies = copies(written)
+        self._factors = {f"model.{name}": factor for name, factor in factors(model, written).items()}
         self._holders: dict[str, list[str]] = {}
         for name, place in self._sources.items():
             for source in place.names:

@@ -69,20 +69,20 @@ def left_out(model: Model) -> str:
     )
 
 
-def as_written(model: Model) -> Model:
+def as_written(model: Model, gates_shared: bool = False) -> Model:
     """The model that a folder has in place of this one, and that computes the same.
 
-    Where the class gates shared experts, a model without a gate gets one of zeros, whose sigmoid is 1/2, and twice the
-    weights (`factors`); both are exact.
+    Where the class gates shared experts, or a gate is asked for, a model without a gate gets one of zeros, whose
+    sigmoid is 1/2, and twice the weights (`factors`); both are exact.
     """
-    needs_gate = description_of(model).hf_class(model).gates_shared_expert and model.n_shared_experts
-    return model.model_copy(update={"shared_expert_gate": True}) if needs_gate else model
+    needs_gate = gates_shared or description_of(model).hf_class(model).gates_shared_expert
+    return model.model_copy(update={"shared_expert_gate": True}) if needs_gate and model.n_shared_experts else model
 
 
-def factors(model: Model) -> dict[str, float]:
-    """The factors of an export, by the weight's name."""
+def factors(model: Model, written: Model) -> dict[str, float]:
+    """The factors of an export, by the weight's name; written: what the folder has in place of the model."""
     found = folds(model)
-    if as_written(model) != model:
+    if written != model:
         names = (weight.name for weight in stored_tensors(model))
         found |= {name: 2.0 for name in names if name.endswith("shared_experts.down_proj.weight")}
     return found
