@@ -69,17 +69,15 @@ class DeltaNet(nn.Module):
         self.key_dim = delta.key_head_dim
         self.sharing = delta.value_heads // delta.key_heads
         self.value_dim = self.sharing * delta.value_head_dim  # of a key head
-        keys = delta.key_heads * self.key_dim
-        values = delta.key_heads * self.value_dim
-        self.q_conv = nn.Parameter(torch.empty(keys, delta.conv_kernel))
-        self.k_conv = nn.Parameter(torch.empty(keys, delta.conv_kernel))
-        self.v_conv = nn.Parameter(torch.empty(values, delta.conv_kernel))
+        self.q_conv = nn.Parameter(torch.empty(delta.keys, delta.conv_kernel))
+        self.k_conv = nn.Parameter(torch.empty(delta.keys, delta.conv_kernel))
+        self.v_conv = nn.Parameter(torch.empty(delta.values, delta.conv_kernel))
         self.A_log = nn.Parameter(torch.empty(delta.value_heads))
         self.dt_bias = nn.Parameter(torch.empty(delta.value_heads))
-        self.in_proj_qkvz = nn.Linear(config.dim, 2 * keys + 2 * values, bias=False)
+        self.in_proj_qkvz = nn.Linear(config.dim, 2 * delta.keys + 2 * delta.values, bias=False)
         self.in_proj_ba = nn.Linear(config.dim, 2 * delta.value_heads, bias=False)
         self.norm = GatedNorm(delta.value_head_dim, config.norm_eps)
-        self.out_proj = nn.Linear(values, config.dim, bias=False)
+        self.out_proj = nn.Linear(delta.values, config.dim, bias=False)
         self.local: Callable[[Tensor], Tensor] = unchanged
         """Maps a stored weight to the plain tensor to compute with; techniques that shard the weights replace it."""
         self.mix: Callable[[Tensor, Tensor, Heads, Tensor | None], Tensor] = self._mix

@@ -1,9 +1,9 @@
 """The rates of one's own GPU, measured in about half a minute: a row like those of configs/rates/devices.toml.
 
-`keel plan --calibrate` measures what the job asks for: its matrix products, its attention, a copy, and between the
-visible GPUs a collective. Each is repeated for about two seconds, so that the power limit counts, on random values,
-since zeros take less power. What one host cannot tell (the link to other hosts, the data sheet's peak, the share of the
-multiprocessors that a collective takes) is a known row's.
+`keel plan --calibrate` measures what the job asks for: its matrix products, its attention, its Gated DeltaNet, a copy,
+and between the visible GPUs a collective. Each is repeated for about two seconds, so that the power limit counts, on
+random values, since zeros take less power. What one host cannot tell (the link to other hosts, the data sheet's peak,
+the share of the multiprocessors that a collective takes) is a known row's.
 """
 
 import time
@@ -18,12 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configs.architectures.llama import Delta, delta_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import UserError
-from configs.layout import mesh_sizes
+from configs.layout import mesh_sizes, mixed_elements
 from configs.reading.toml_text import table_text
 from configs.schema import Config
+from models.delta import Rule, outputs
 from models.grouped_mm import grouped_mm
+from parallelisms.attention.delta import by_kernels, computes_by_kernels
 from scripts.rank_pool import RankPool
 from trainer.planning.devices import Device, Link, device_called, device_named
 from trainer.planning.flops import peak_flops
@@ -63,6 +66,8 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
     found: dict[str, Any] = dict(_products(layers)) | {"memory": _copy()}
     if attention := _attention(config, layers):
         found["attention"] = attention
+    delta = _delta(config, layers)
+    found["delta"] = dict(known.delta) | delta
     if torch.cuda.device_count() > 1:
         found["inside"] = _link()
     peak = peak_flops(name, config.training.model_copy(update={"compute_dtype": "bfloat16"}))
@@ -76,7 +81,8 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
         **found,
     )
     measurable = ("products", "products_float8", "grouped", "attention", "inside", "between", "collective_share")
-    return device, [each for each in measurable if each not in found]
+    taken = [each for each in measurable if each not in found]
+    return device, [*taken, *(f"delta by {backend}" for backend in known.delta if backend not in delta)]
 
 
 def seconds_of(work: Callable[[], object], at_least: float = _SECONDS) -> float:
@@ -184,6 +190,47 @@ def _attention_row(config: Config, layers: LayerTime) -> list[float]:
     return [width, seq_len, flops / ahead, 2.5 * flops / back]
 
 
+def _delta(config: Config, layers: LayerTime) -> dict[str, list[float]]:
+    """FLOP/s of the recurrence of Gated DeltaNet, forward and backward: by torch and where they run by kernels."""
+    places = [layer for layer in range(config.model.n_layers) if delta_of(config.model, layer)]
+    if not places:
+        return {}
+    rules = {"torch": outputs}
+    if computes_by_kernels(config, torch.device("cuda")):
+        rules["fla"] = by_kernels
+    return {name: _delta_rates(rule, config, layers, places[0]) for name, rule in rules.items()}
+
+
+def _delta_rates(rule: Rule, config: Config, layers: LayerTime, layer: int) -> list[float]:
+    delta = delta_of(config.model, layer)
+    assert delta is not None
+    seq_len = min(config.training.seq_len, _MOST_TOKENS)
+    batch = max(1, layers.tokens // seq_len)
+    heads = delta.key_heads // layers.sizes.tp
+    given = delta_inputs(batch, seq_len, heads, delta)
+    out = rule(*given, None)
+    gradient = torch.randn_like(out)
+    ahead = seconds_of(lambda: rule(*given, None))
+    back = seconds_of(lambda: torch.autograd.grad(out, given, gradient, retain_graph=True))
+    flops = 2 * mixed_elements(config.model, layer, 0) * batch * seq_len * heads / delta.key_heads
+    return [flops / ahead, 2 * flops / back]
+
+
+def delta_inputs(
+    batch: int, seq_len: int, key_heads: int, delta: Delta
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `models.delta.Rule` takes, at random."""
+    keys = batch, seq_len, key_heads
+    values = *keys, delta.value_heads // delta.key_heads
+    q, k = (F.normalize(torch.randn(*keys, delta.key_head_dim, device="cuda"), dim=-1) for _ in range(2))
+    v = torch.randn(*values, delta.value_head_dim, device="cuda")
+    log_decay = -torch.rand(values, device="cuda")
+    strength = torch.rand(values, device="cuda")
+    for each in (q, k, v, log_decay, strength):
+        each.requires_grad_()
+    return q, k, v, log_decay, strength
+
+
 def _link() -> Link:
     """All-gathers between all visible GPUs, each in a process of its own."""
     gpus = torch.cuda.device_count()
@@ -224,7 +271,7 @@ def calibration_rows(device: Device, not_measured: list[str]) -> list[Row]:
     expected = _rates(known, *at) if known else {}
     rows = []
     for label, rate in _rates(device, *at).items():
-        if rate and label.split()[0] not in not_measured:
+        if rate and not label.startswith(tuple(not_measured)):
             there = expected.get(label)
             beside = f", {_rate_text(label, there)} in the table ({percent(rate / there - 1)})" if there else ""
             rows.append((label, _rate_text(label, rate) + beside))
@@ -241,6 +288,8 @@ def _rates(device: Device, width: float, seq_len: float) -> dict[str, float]:
     for kernel in device.attention:
         ahead, back = device.attention_rates(kernel, int(width), seq_len)
         rates |= {f"attention by {kernel}, forward": ahead, f"attention by {kernel}, backward": back}
+    for backend, (ahead, back) in device.delta.items():
+        rates |= {f"delta by {backend}, forward": ahead, f"delta by {backend}, backward": back}
     return rates | {"inside a host": device.inside.bandwidth, "inside a host, latency": device.inside.latency}
 
 

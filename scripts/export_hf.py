@@ -34,8 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the export; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.optimizer and (options.dtype or options.max_shard_size or options.tokenizer):
-        parser.error("--dtype, --max-shard-size and --tokenizer are for a model; leave them out with --optimizer")
+    of_model = (options.dtype, options.max_shard_size, options.tokenizer, options.own_class)
+    if options.optimizer and any(of_model):
+        parser.error(
+            "--dtype, --max-shard-size, --tokenizer and --own-class are for a model; leave them out with --optimizer"
+        )
     if options.gather and not options.optimizer:
         parser.error("--gather needs --optimizer")
 
@@ -59,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 verify=options.verify,
                 progress=report,
                 warn=console.warning,
+                own_class=options.own_class,
             )
 
     return run_command(work, "stopped; nothing was written")
@@ -102,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--verify", choices=("hash", "size"), default="hash", help="how to verify the checkpoint (default: hash)")
     add("--tokenizer", metavar="FILE", help="replaces the job's tokenizer.path; none: no tokenizer")
+    add(
+        "--own-class",
+        action="store_true",
+        help="write DeepSeekMoE as DeepseekForCausalLM, which transformers does not have, not as Qwen2MoeForCausalLM",
+    )
     add("--optimizer", action="store_true", help="export the optimizer state for plain torch instead of the model")
     add(
         "--gather",

@@ -54,13 +54,13 @@ def tensor_shapes(model: Model) -> dict[str, Shape]:
 
 def _written(model: Model) -> Iterator[Weight]:
     """The tensors that a folder has: without the modules that predict further tokens, if the format has none."""
-    has_further = description_of(model).hf_class(model).has_further
+    has_further = hf_class_of(model).has_further
     return (weight for weight in stored_tensors(model) if has_further or not weight.name.startswith(FURTHER))
 
 
 def left_out(model: Model) -> str:
     """What a folder does not have of a model that can be exported, as a sentence; "" if it has all."""
-    kind = description_of(model).hf_class(model)
+    kind = hf_class_of(model)
     if kind.has_further or not n_further(model):
         return ""
     return (
@@ -69,20 +69,27 @@ def left_out(model: Model) -> str:
     )
 
 
-def as_written(model: Model) -> Model:
+def hf_class_of(model: Model) -> HfClass:
+    """The class of Hugging Face that computes the model, or the nearest."""
+    return description_of(model).hf_class(model)
+
+
+def as_written(model: Model, own_class: bool = False) -> Model:
     """The model that a folder has in place of this one, and that computes the same.
 
     Where the class gates shared experts, a model without a gate gets one of zeros, whose sigmoid is 1/2, and twice the
-    weights (`factors`); both are exact.
+    weights (`factors`); both are exact. So does one that transformers has no class for, unless that is wanted: with a
+    gate, another class computes it.
     """
-    needs_gate = description_of(model).hf_class(model).gates_shared_expert and model.n_shared_experts
-    return model.model_copy(update={"shared_expert_gate": True}) if needs_gate else model
+    kind = hf_class_of(model)
+    needs_gate = kind.gates_shared_expert or not (kind.in_transformers or own_class)
+    return model.model_copy(update={"shared_expert_gate": True}) if needs_gate and model.n_shared_experts else model
 
 
-def factors(model: Model) -> dict[str, float]:
-    """The factors of an export, by the weight's name."""
+def factors(model: Model, written: Model) -> dict[str, float]:
+    """The factors of an export, by the weight's name; written: what the folder has in place of the model."""
     found = folds(model)
-    if as_written(model) != model:
+    if written != model:
         names = (weight.name for weight in stored_tensors(model))
         found |= {name: 2.0 for name in names if name.endswith("shared_experts.down_proj.weight")}
     return found
@@ -90,7 +97,7 @@ def factors(model: Model) -> dict[str, float]:
 
 def copies(model: Model) -> dict[str, str]:
     """The tensors that a folder has again for each module that predicts further tokens, and the name of the first."""
-    if not description_of(model).hf_class(model).has_further:
+    if not hf_class_of(model).has_further:
         return {}
     embedding = "model.embed_tokens.weight"
     head = embedding if model.tie_embeddings else "lm_head.weight"
@@ -137,7 +144,7 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
     transformers 5 reads `rope_parameters` and `dtype`; earlier versions read `rope_theta`, `rope_scaling` and
     `torch_dtype`.
     """
-    kind = description_of(model).hf_class(model)
+    kind = hf_class_of(model)
     return {
         "architectures": [kind.name],
         "model_type": kind.model_type,

@@ -25,6 +25,7 @@ from checkpoint.export.hf_config import (
     checkpoint_shapes,
     copies,
     factors,
+    hf_class_of,
     left_out,
     sources,
     tensor_shapes,
@@ -72,6 +73,7 @@ def export_hf(
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
     warn: Callable[[str], None] = lambda text: None,
+    own_class: bool = False,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, in one process, whatever mesh has saved it.
 
@@ -84,6 +86,7 @@ def export_hf(
         verify: "hash": first compare the content of the files that are read with their hashes.
         progress: called after each tensor.
         warn: called with what the format has no place for.
+        own_class: write a model that transformers has no class for as the class that was published with it.
 
     Raises:
         UserError: the checkpoint is damaged, or its model has no counterpart, or the output exists or can't be written.
@@ -91,6 +94,8 @@ def export_hf(
     manifest = read_manifest(checkpoint)
     metadata = read_metadata(checkpoint)
     model = model_of(manifest, checkpoint)
+    if own_class and (not is_described(model) or hf_class_of(model).in_transformers):
+        raise UserError(f"{checkpoint}: transformers has a class for this model; leave --own-class out")
     if reason := not_exportable(model):
         raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
     whole = _exported(checkpoint, manifest, metadata, output, tokenizer, verify)
@@ -102,10 +107,10 @@ def export_hf(
         return
     assert is_described(model)
     check_count(checkpoint / manifests.MANIFEST_NAME, model, n_tensors(metadata))
-    if missing := left_out(model):
+    written = as_written(model, own_class)
+    if missing := left_out(written):
         warn(missing)
-    repeated = copies(model)
-    written = as_written(model)
+    repeated = copies(written)
     shapes = tensor_shapes(written)
     shapes |= {name: shapes[first] for name, first in repeated.items()}
     own_dtype = _check_tensors(checkpoint, metadata, model)
@@ -114,13 +119,15 @@ def export_hf(
     targets = dtypes_of(written, target) | dict.fromkeys(repeated, target)
     count = Counter(progress, sum(n_bytes(shape, own_dtypes[name]) for name, shape in shapes.items()))
     shards = _shards(shapes, targets, max_shard_bytes)
-    stacks = _Stacks(checkpoint, metadata, model, own_dtype)
+    stacks = _Stacks(checkpoint, metadata, model, written, own_dtype)
 
     with whole as folder:
         for name, shard in shards.items():
             _write_shard(folder / name, {tensor: count(stacks.read(tensor)).to(targets[tensor]) for tensor in shard})
         seq_len = manifest.value("training", "seq_len", int) or 0
-        write_json(folder / CONFIG_NAME, to_hf(model, dtype_name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
+        write_json(
+            folder / CONFIG_NAME, to_hf(written, dtype_name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id)
+        )
         write_json(folder / INDEX_NAME, _index(shards, targets))
         write_json(folder / "generation_config.json", tokenizer.marks())
 
@@ -165,13 +172,13 @@ class _Stacks:
     A tensor that several of the checkpoint's share is joined.
     """
 
-    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model, written: Model, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
         self._metadata = metadata
         self._dtype = dtype
-        self._sources = sources(as_written(model))
-        self._copies = copies(model)
-        self._factors = {f"model.{name}": factor for name, factor in factors(model).items()}
+        self._sources = sources(written)
+        self._copies = copies(written)
+        self._factors = {f"model.{name}": factor for name, factor in factors(model, written).items()}
         self._holders: dict[str, list[str]] = {}
         for name, place in self._sources.items():
             for source in place.names:

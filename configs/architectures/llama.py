@@ -120,6 +120,16 @@ class Delta(Table):
     conv_kernel: PositiveInt = 4
     """Number of last tokens, a token itself among them, that the convolution before it takes."""
 
+    @property
+    def keys(self) -> int:
+        """Features of all keys, and of all queries."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all values, and of their gates."""
+        return self.value_heads * self.value_head_dim
+
 
 class LlamaKeys(Table):
     """The keys of [model]."""
@@ -229,6 +239,11 @@ def window_of(model: LlamaKeys, layer: int) -> int | None:
     """Number of last tokens that a layer's attention sees; None: all."""
     is_whole = model.window_pattern > 0 and (layer + 1) % model.window_pattern == 0
     return None if is_whole else model.window
+
+
+def delta_of(model: object, layer: int) -> Delta | None:
+    """The widths of a layer's Gated DeltaNet; None if it has attention."""
+    return model.delta if isinstance(model, LlamaKeys) and is_delta(model, layer) else None
 
 
 def is_delta(model: object, layer: int) -> bool:
@@ -663,17 +678,15 @@ def _latent_attention(model: LlamaKeys) -> Iterator[Weight]:
 def _delta_net(model: LlamaKeys) -> Iterator[Weight]:
     """The rows of a matrix are of one key head and its value heads after the other, so that ranks have some of each."""
     delta = model.delta
-    keys = delta.key_heads * delta.key_head_dim
-    values = delta.value_heads * delta.value_head_dim
-    for name, width in (("q_conv", keys), ("k_conv", keys), ("v_conv", values)):
+    for name, width in (("q_conv", delta.keys), ("k_conv", delta.keys), ("v_conv", delta.values)):
         filters = (width, delta.conv_kernel)
         yield Weight(f"{DELTA}.{name}", filters, "part_column", hf=f"{DELTA}.conv1d.weight", joined=1, is_filter=True)
     yield Weight(f"{DELTA}.A_log", (delta.value_heads,), "part_vector", "log_of_uniform")
     yield Weight(f"{DELTA}.dt_bias", (delta.value_heads,), "part_vector", "ones")
-    yield Weight(f"{DELTA}.in_proj_qkvz.weight", (2 * keys + 2 * values, model.dim), "column")
+    yield Weight(f"{DELTA}.in_proj_qkvz.weight", (2 * delta.keys + 2 * delta.values, model.dim), "column")
     yield Weight(f"{DELTA}.in_proj_ba.weight", (2 * delta.value_heads, model.dim), "column")
     yield Weight(f"{DELTA}.norm.weight", (delta.value_head_dim,), "replicated_partial_grad", "ones")
-    yield Weight(f"{DELTA}.out_proj.weight", (model.dim, values), "row", "residual")
+    yield Weight(f"{DELTA}.out_proj.weight", (model.dim, delta.values), "row", "residual")
 
 
 def _feed_forward(

@@ -166,6 +166,20 @@ def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _write_deepseek(model: Any) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": model.expert_dim or model.ffn_dim,
+        "n_shared_experts": model.n_shared_experts or None,
+    }
+
+
+def _read_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    width = config.get("moe_intermediate_size", 1407)
+    if not config.get("n_routed_experts"):
+        return {}
+    return {"expert_dim": width} if config.get("first_k_dense_replace") else {"ffn_dim": width}
+
+
 def _write_hybrid(model: Any) -> dict[str, Any]:
     kinds = [model.layers[layer % len(model.layers)] for layer in range(model.n_layers)]
     return {"layer_types": [_KINDS[kind] for kind in kinds], **_write_feed_forwards(model)}
@@ -331,6 +345,34 @@ QWEN2_MOE = HfClass(
     read=lambda config: _read_feed_forwards(
         config, config.get("num_hidden_layers", 24), n_experts=60, expert_dim=1408, shared_dim=5632
     ),
+)
+# transformers has no such class: DeepSeek's models come with code of their own, which has no width of heads. Rotary
+# frequencies that are scaled have another form there.
+DEEPSEEK = HfClass(
+    "deepseek",
+    "DeepseekForCausalLM",
+    "DeepSeekMoE",
+    {name: key for name, key in _FIELDS.items() if name != "head_dim"}
+    | {
+        "n_routed_experts": "n_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "n_shared_experts": "n_shared_experts",
+        "first_k_dense_replace": "n_dense_layers",
+    },
+    _DEFAULTS,
+    1e4,
+    _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+    _without("n_experts")
+    | {
+        "head_dim": (None,),
+        "rope_scaling": (None,),
+        "router.scoring": ("softmax",),
+        "router.renormalize": (False,),
+        "router.load_balance": ("auxiliary_loss", "none"),
+    },
+    in_transformers=False,
+    write=_write_deepseek,
+    read=_read_deepseek,
 )
 MISTRAL = HfClass(
     "mistral",
@@ -502,6 +544,7 @@ HF_CLASSES: tuple[HfClass, ...] = (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    DEEPSEEK,
     QWEN2_MOE,
     MISTRAL,
     OLMO2,

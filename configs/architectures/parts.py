@@ -116,6 +116,8 @@ class HfClass:
     """Default of their rope_theta; None: as in all layers."""
     rope_fraction: float | None = None
     """Default of the share of each head's features that are rotated; None: all are, without a field for it."""
+    in_transformers: bool = True
+    """Whether transformers has it; it may also have been published with code of its own."""
     gates_shared_expert: bool = False
     """Whether a layer of experts has a shared one with a gate."""
     left_out: str = ""

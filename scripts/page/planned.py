@@ -9,7 +9,10 @@ from scripts.plan_tables import PART_WORDS
 from trainer.report.console import Row
 from trainer.report.units import brief, percent, size
 
-_ORDER = ("products", "attention", "elementwise", "head and loss", "recomputation", "slower products beside fsdp")
+_ORDER = (
+    *("products", "attention", "Gated DeltaNet", "elementwise", "head and loss", "recomputation"),
+    "slower products beside fsdp",
+)
 """Parts of a step that compute, which come first; then what is exposed, the bubble, and the update."""
 _LAST = ("pipeline bubble", "optimizer", "waiting for the host")
 _WAITS = "waiting for the slowest rank"

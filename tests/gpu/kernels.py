@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configs.architectures.llama import Delta
 from configs.schema import Optimizer
 from models.delta import outputs
 from parallelisms.attention.blocked import attend, attend_backward
 from parallelisms.attention.delta import by_kernels
+from scripts.calibration import delta_inputs
 from trainer.loss import _add_product_
 from trainer.optimizers.build import build_optimizer
 
@@ -114,11 +116,7 @@ def delta_milliseconds(rule: str, seq_len: int = 4096) -> tuple[float, float]:
         rule: an `attention.delta_backend`, torch or fla.
         seq_len: tokens of a sequence.
     """
-    heads = (16384 // seq_len, seq_len, 16)
-    q, k = (F.normalize(torch.randn(*heads, 128, device="cuda"), dim=-1) for _ in range(2))
-    v = torch.randn(*heads, 2, 128, device="cuda")
-    log_decay, strength = (torch.rand(*heads, 2, device="cuda") for _ in range(2))
-    given = [each.requires_grad_() for each in (q, k, v, -log_decay, strength)]
+    given = delta_inputs(16384 // seq_len, seq_len, 16, Delta())
     compute = {"torch": outputs, "fla": by_kernels}[rule]
     out, ahead = compute(*given, None), milliseconds(lambda: compute(*given, None), 10)
     grad = torch.randn_like(out)

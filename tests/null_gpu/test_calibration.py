@@ -15,6 +15,7 @@ from trainer.planning.devices import device_named
 def test_calibration_measures_writes_a_row_and_plans_with_it(tmp_path, null_gpus):
     words = (
         "mixtral_8x7b.toml --ranks 8 --model.dim 256 --model.ffn_dim 512 --model.n_layers 2 --json --calibrate gpu.toml"
+        ' --model.layers ["delta","full"] --attention.delta_backend torch'
     )
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *words.split()]
     environment = os.environ | null_gpus | {"KEEL_NULL_GPUS": "2"}
@@ -29,5 +30,7 @@ def test_calibration_measures_writes_a_row_and_plans_with_it(tmp_path, null_gpus
     rates = (device.products, device.products_float8, device.grouped, device.memory, device.inside.bandwidth)
     assert all(rate > 0 for rate in rates)
     assert device.grouped != known.grouped
+    assert device.delta["torch"] != known.delta["torch"]
+    assert device.delta["fla"] == known.delta["fla"]
     assert {*device.attention} == {"flash2", "cudnn"}
     assert json.loads(outcome.stdout)["time"]["step_seconds"] > 0

@@ -41,6 +41,8 @@ class Device:
     collective_share: float
     """Part of the multiprocessors that a collective takes from products that run at the same time."""
     attention: Mapping[str, list[list[float]]]
+    delta: Mapping[str, list[float]]
+    """Rates of the recurrence of Gated DeltaNet, forward and backward, by `attention.delta_backend`."""
     inside: Link
     """The link between the GPUs of a host."""
     between: Link

@@ -1,9 +1,9 @@
 """How long a layer takes for a micro-batch: its products, attention, elementwise kernels, and what it waits for.
 
 A matrix product takes its FLOPs at the rate of products, or its bytes at the rate of memory. Attention has a rate by
-kernel, head size and length. All other kernels move bytes, counted per token. Collectives of tensor, context and expert
-parallelism stand between these, so that all of their time shows. In backward, a layer first repeats what activation
-checkpointing did not keep.
+kernel, head size and length; the recurrence of Gated DeltaNet has one by kernel. All other kernels move bytes, counted
+per token. Collectives of tensor, context and expert parallelism stand between these, so that all of their time shows.
+In backward, a layer first repeats what activation checkpointing did not keep.
 """
 
 from collections import defaultdict
@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from configs.architectures.llama import expert_dim, has_gate, is_mixture, latent_of
+import torch
+
+from configs.architectures.llama import delta_of, expert_dim, has_gate, is_delta, is_mixture, latent_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
-from configs.layout import MeshSizes, accumulation_steps, attention_features, buffer_factor
+from configs.layout import MeshSizes, accumulation_steps, attention_features, buffer_factor, mixed_elements
 from configs.schema import Config, is_described
 from parallelisms.activation_checkpoint import resolve_ops, selected_layers
+from parallelisms.attention.delta import computes_by_kernels
 from trainer.planning.devices import Device, Network
 from trainer.planning.flops import tokens_seen
 from trainer.planning.memory import RankMemory
@@ -40,12 +43,14 @@ class _Moved:
     """Bytes of the forward and the backward pass, per feature of the residual stream."""
     heads: tuple[int, int]
     """The same per feature of queries, and of keys."""
+    delta: tuple[int, int]
+    """The same per feature that a layer of kind delta projects to: convolution, gates and norm, in place of `heads`."""
     inner: tuple[int, int]
     """The same per inner feature of the feed-forward."""
 
 
-_COMPILED = _Moved(stream=(18, 108), heads=(4, 0), inner=(6, 24))
-_EAGER = _Moved(stream=(25, 51), heads=(44, 46), inner=(18, 18))
+_COMPILED = _Moved(stream=(18, 108), heads=(4, 0), delta=(19, 53), inner=(6, 24))
+_EAGER = _Moved(stream=(25, 51), heads=(44, 46), delta=(66, 135), inner=(18, 18))
 _LOGIT_BYTES = 7
 """Bytes moved for each logit."""
 _ROW_BYTES = 28
@@ -114,7 +119,8 @@ class LayerTime:
         model = self.memory.model
         for name in model.of_block(layer):
             shape = model.shapes[name]
-            if len(shape) > 1:
+            is_filter = name.rpartition(".")[0] in model.plan.recurrent
+            if len(shape) > 1 and not is_filter:
                 yield self._matrix(name, shape)
 
     def _matrix(self, name: str, shape: Shape) -> Matrix:
@@ -161,8 +167,24 @@ class LayerTime:
         backward = sum(each.rows * (5 * each.outputs + 3 * each.inputs) for each in chosen)
         return forward / self.device.memory, backward / self.device.memory
 
-    def attention(self, layer: int) -> tuple[float, float]:
-        """Seconds of a layer's attention, forward and backward (2.5 times the operations)."""
+    def mixing(self, layer: int) -> tuple[str, float, float]:
+        """What mixes the tokens in a layer, and its seconds forward and backward."""
+        if is_delta(self.config.model, layer):
+            return "Gated DeltaNet", *self._delta(layer)
+        return "attention", *self._attention(layer)
+
+    def _delta(self, layer: int) -> tuple[float, float]:
+        operations = 2 * mixed_elements(self.config.model, layer, 0) * self.tokens / self.sizes.tp
+        forward, backward = self.device.delta["fla" if self.has_delta_kernels else "torch"]
+        return operations / forward, 2 * operations / backward
+
+    @cached_property
+    def has_delta_kernels(self) -> bool:
+        """Whether kernels compute the layers of kind delta; a plan tries none, and takes "auto" for "torch"."""
+        return computes_by_kernels(self.config, torch.device("cuda"), tries=False)
+
+    def _attention(self, layer: int) -> tuple[float, float]:
+        """The backward pass has 2.5 times the operations."""
         model = self.config.model
         if not model.n_heads:
             return 0.0, 0.0
@@ -176,16 +198,24 @@ class LayerTime:
         """Seconds of a layer's other kernels, forward and backward."""
         model = self.config.model
         moved = _COMPILED if self.config.compile.enable else _EAGER
-        heads = (model.n_heads + n_kv_heads(model)) * head_dim(model)
+        mixed = self._projected(layer)
         rows, inner = self.inner(layer)
         tokens = self.tokens / self.sizes.tp
+        of_mixed = moved.delta if is_delta(model, layer) else moved.heads
         both = [
-            tokens * (stream * model.dim + of_heads * heads + of_inner * inner)
-            for stream, of_heads, of_inner in zip(moved.stream, moved.heads, moved.inner, strict=True)
+            tokens * (stream * model.dim + of_feature * mixed + of_inner * inner)
+            for stream, of_feature, of_inner in zip(moved.stream, of_mixed, moved.inner, strict=True)
         ]
         routed = tokens * rows * _ROW_BYTES / 2 * model.dim
         forward, backward = ((each + routed) / self.device.memory for each in both)
         return forward, backward
+
+    def _projected(self, layer: int) -> int:
+        """Features of queries and keys; in a layer of kind delta also of values and gates."""
+        model = self.config.model
+        if delta := delta_of(model, layer):
+            return 2 * delta.keys + 2 * delta.values
+        return (model.n_heads + n_kv_heads(model)) * head_dim(model)
 
     def inner(self, layer: int) -> tuple[int, int]:
         """Experts that a token is sent to, and the inner features of all feed-forwards that compute it."""
@@ -230,12 +260,16 @@ class LayerTime:
         sent = (buffer_factor(self.config.expert) or 1.0) * self.tokens * model.experts_per_token * row
         return [("all_to_all", sent)] * 2
 
-    def _context_parallel(self) -> list[tuple[str, float]]:
-        """What a layer's attention exchanges over `cp` in its forward pass."""
+    def _context_parallel(self, layer: int) -> list[tuple[str, float]]:
+        """What a layer exchanges over `cp` in its forward pass to mix tokens."""
         cp = self.sizes.cp
         model = self.config.model
         if cp == 1:
             return []
+        if delta := delta_of(model, layer):
+            unit = self.tokens * self.memory.compute_bytes / self.sizes.tp
+            given = 2 * delta.keys + delta.values + 2 * delta.value_heads
+            return [("all_to_all", given * unit), ("all_to_all", delta.values * unit)]
         width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
         if self.config.context.method == "all_to_all":
             return [("all_to_all", 2 * self.tokens * (model.n_heads + n_kv_heads(model)) * width)]
@@ -246,7 +280,7 @@ class LayerTime:
         by_axis = {
             "tp": self._tensor_parallel(layer),
             "ep": self._expert_parallel(layer),
-            "cp": self._context_parallel(),
+            "cp": self._context_parallel(layer),
         }
         found = [(axis, op, n_bytes) for axis, each in by_axis.items() for op, n_bytes in each]
         if kind == "forward":
@@ -261,7 +295,8 @@ class LayerTime:
         last = [each for each in again if each[1] == "reduce_scatter"][-1:]  # a recomputation ends before it
         if last:
             again.remove(last[0])
-        return [each for each in again if each[0] != "cp" or "attention" not in kept]
+        keeps_mixed = "attention" in kept and not is_delta(self.config.model, layer)
+        return [each for each in again if each[0] != "cp" or not keeps_mixed]
 
     def _exposed(self, layer: int, kind: str, beside: Seconds) -> Seconds:
         """Seconds of the collectives in a pass of a layer that nothing hides."""
@@ -275,7 +310,7 @@ class LayerTime:
                 found[axis] += _ROUTE / 2
         if self.config.comm.async_tp and found["tp"]:
             found["tp"] = max(found["tp"] / self.sizes.tp, found["tp"] - beside["products"])
-        if self.config.context.method == "ring" and found["cp"]:
+        if self.config.context.method == "ring" and found["cp"] and "attention" in beside:
             found["cp"] = max(0.0, found["cp"] - beside["attention"])
         return found
 
@@ -296,7 +331,7 @@ class LayerTime:
 
     @cached_property
     def _kept(self) -> set[str]:
-        """What selective checkpointing keeps, by name: "products", "grouped", "attention", "reduce_scatter"."""
+        """What selective checkpointing keeps, by part, or "grouped", "reduce_scatter"."""
         table = self.config.activation_checkpoint
         if table.mode != "selective":
             return set()
@@ -305,6 +340,7 @@ class LayerTime:
             "products": "aten::mm",
             "grouped": "keel::grouped_mm",
             "attention": "aten::_scaled_dot_product_flash_attention",
+            "Gated DeltaNet": "keel::delta_rule" if self.has_delta_kernels else "",
             "reduce_scatter": "_c10d_functional::reduce_scatter_tensor",
         }
         return {word for word, op in named.items() if op in ops}
@@ -334,19 +370,22 @@ class LayerTime:
         kept += [each.name for each in matrices if each.is_grouped and "grouped" in self._kept]
         again = [each.name for each in matrices[:-1] if each.name not in kept]  # the last is never repeated
         repeated = {"products": self._forward_products(layer, again)}
-        repeated["attention"] = 0.0 if "attention" in self._kept else self.attention(layer)[0]
+        mixer, forward, _ = self.mixing(layer)
+        repeated[mixer] = 0.0 if mixer in self._kept else forward
         repeated["elementwise"] = self.elementwise(layer)[0]
         return added(repeated, self._exposed(layer, "repeated", repeated))
 
     # ------------------------------------------------------------------------- a micro-batch
 
     def forward(self, layer: int) -> Seconds:
-        found = {"products": self._forward_products(layer), "attention": self.attention(layer)[0]}
+        mixer, seconds, _ = self.mixing(layer)
+        found = {"products": self._forward_products(layer), mixer: seconds}
         found["elementwise"] = self.elementwise(layer)[0] + self._casts(layer)[0]
         return added(found, self._exposed(layer, "forward", found))
 
     def backward(self, layer: int) -> Seconds:
-        found = {"products": self._backward_products(layer), "attention": self.attention(layer)[1]}
+        mixer, _, seconds = self.mixing(layer)
+        found = {"products": self._backward_products(layer), mixer: seconds}
         found["elementwise"] = self.elementwise(layer)[1] + self._casts(layer)[1]
         return added(found, self._exposed(layer, "backward", found))
 

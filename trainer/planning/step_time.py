@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from configs.architectures.llama import n_further
+from configs.architectures.llama import is_delta, n_further
 from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
+from models.delta import CHUNK
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
@@ -35,6 +36,8 @@ _LAUNCHES = {True: 54, False: 80}
 """Kernels of a layer, forward and backward, compiled and not, with FSDP's."""
 _LAUNCHES_OF_EXPERTS = 47
 """Further kernels of a layer with experts."""
+_LAUNCHES_OF_DELTA = 171, 5
+"""Those of a layer of kind delta by torch's operations, eager: in all, and for each chunk of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),
-        left_out=_left_out(config),
+        left_out=_left_out(config, slowest.has_delta_kernels),
     )
 
 
@@ -142,15 +145,14 @@ def require_modelled(config: Config, device: Device) -> None:
             f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"; '
             "add --training.compute_dtype bfloat16 for what that would take"
         )
-    if is_described(config.model) and "delta" in config.model.layers:
-        raise UserError('time is not estimated for layers of kind "delta" (model.layers), whose rates nobody measured')
     split = [f"mesh.{axis} = {size}" for axis in ("tp", "cp", "ep") if (size := getattr(config.mesh, axis)) > 1]
     if split and not is_described(config.model):
         raise UserError(f"time is not estimated for {config.model.architecture} with {', '.join(split)}")
 
 
-def _left_out(config: Config) -> list[str]:
+def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
     """What the job does that takes time and is not in the estimate."""
+    has_delta = is_described(config.model) and "delta" in config.model.layers
     asked = {
         "saves and validation": bool(config.checkpoint.interval or config.validation.interval),
         "transfers of fsdp.cpu_offload": config.fsdp.cpu_offload,
@@ -160,6 +162,9 @@ def _left_out(config: Config) -> list[str]:
             config.activation_checkpoint.mode == "budget"
         ),
         "experts of unequal load": bool(config.model.n_experts),
+        'kernels that attention.delta_backend = "auto" may find': (
+            has_delta and config.attention.delta_backend == "auto" and not has_delta_kernels
+        ),
         "what joins states and embeddings in model.multi_token": (n_further(config.model) > 0),
         "the host's time for data": True,
     }
@@ -306,11 +311,19 @@ class _Rank(LayerTime):
         total["pipeline bubble"] = self._bubble(sum(total.values()))
         total["optimizer"] = self._optimizer()
         device = sum(total.values())
-        launches = len(self.memory.layers) * _LAUNCHES[self.config.compile.enable]
-        launches += sum(self.inner(layer)[0] > 0 for layer in self.memory.layers) * _LAUNCHES_OF_EXPERTS
-        host = self.micro_batches * launches * _LAUNCH
+        host = self.micro_batches * sum(self._launches(layer) for layer in self.memory.layers) * _LAUNCH
         total["waiting for the host"] = max(0.0, host - device)
         return {part: seconds for part, seconds in total.items() if seconds > 0}
+
+    def _launches(self, layer: int) -> int:
+        """Kernels of a layer for a micro-batch."""
+        launches = _LAUNCHES[self.config.compile.enable]
+        if self.inner(layer)[0]:
+            launches += _LAUNCHES_OF_EXPERTS
+        if is_delta(self.config.model, layer) and not self.has_delta_kernels:
+            in_all, of_chunk = _LAUNCHES_OF_DELTA
+            launches += in_all + of_chunk * math.ceil(self.config.training.seq_len / CHUNK)
+        return launches
 
     def _bubble(self, busy: float) -> float:
         """Seconds in which a rank waits while the pipeline fills and drains (Narayanan et al. 2021, section 2.2).

@@ -68,7 +68,8 @@ def test_shared_experts_without_a_gate_get_one_that_changes_nothing(tmp_path, na
         pytest.skip("muP has no rule for layers with a state")
     config = UNGATED[name].model_copy(update={"mup_base_dim": mup})
     ours = make_model(config)
-    export_hf(save(tmp_path / "step-00000001", ours), tmp_path / "out", NO_TOKENIZER)
+    saved = save(tmp_path / "step-00000001", ours)
+    export_hf(saved, tmp_path / "out", NO_TOKENIZER)
     tokens = torch.randint(0, 96, (2, 40))
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "out")(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
@@ -81,6 +82,14 @@ def test_shared_experts_without_a_gate_get_one_that_changes_nothing(tmp_path, na
     again = checkpoint_files(tmp_path / "back")
     assert again.model.shared_expert_gate
     assert torch.equal(again.read("model.layers.1.mlp.shared_experts.down_proj.weight"), 2 * matrix)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "untied"])
+def test_a_class_of_its_own_that_a_model_has_not_is_refused(tmp_path, name, capsys):
+    checkpoint = save(tmp_path / "step-00000001", make_model(TINY[name]))
+    assert script.main([str(checkpoint), str(tmp_path / "out"), "--own-class", "--tokenizer", "none"]) == 1
+    assert "transformers has a class for this model; leave --own-class out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_and_their_index(tmp_path):

@@ -18,6 +18,7 @@ MEASURED = replace(
     products_float8=0.0,
     memory=2.1e12,
     inside=Link(180e9, 6e-6),
+    delta={backend: [rate / 2 for rate in rates] for backend, rates in H200.delta.items()},
     attention={kernel: [[128, 8192, 283e12, 248e12]] for kernel in H200.attention},
 )
 
@@ -42,6 +43,9 @@ def test_measured_rates_stand_beside_the_tables(capsys):
     assert rows["attention by cudnn, forward"] == "283 TFLOP/s, 566 TFLOP/s in the table (-50.0%)"
     assert rows["inside a host, latency"] == "6.0 µs, 3.0 µs in the table (100.0%)"
     assert not rows.keys() & {"grouped", "products_float8"}
+    taken = dict(calibration_rows(MEASURED, ["delta by fla"]))
+    assert taken["delta by torch, forward"] == "2.11 TFLOP/s, 4.22 TFLOP/s in the table (-50.0%)"
+    assert "delta by fla, forward" not in taken
     unknown = dict(calibration_rows(replace(MEASURED, names=["a new GPU"]), ["grouped"]))
     assert unknown["products"] == "345 TFLOP/s"
     assert unknown["not measured"] == "as in the row h100: grouped"
