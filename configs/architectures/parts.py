@@ -93,7 +93,7 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HfClass:
-    """A class of the package `transformers` that computes models of a family."""
+    """A class that computes models of a family, of the package `transformers` or published with its models."""
 
     model_type: str
     name: str
@@ -117,7 +117,7 @@ class HfClass:
     rope_fraction: float | None = None
     """Default of the share of each head's features that are rotated; None: all are, without a field for it."""
     in_transformers: bool = True
-    """Whether transformers has it; it may also have been published with code of its own."""
+    """Whether it is transformers' and not code published with the models."""
     gates_shared_expert: bool = False
     """Whether a layer of experts has a shared one with a gate."""
     left_out: str = ""

@@ -94,7 +94,7 @@ def test_compiled(null_ranks, name):
 
 
 def products_while_rows_travel(words: str) -> Counter[int]:
-    """On a rank: how many products are queued between the beginning and the end of an exchange, of all in three steps."""
+    """On a rank: how many products are queued between the beginning and the end of each exchange, in three steps."""
     queued: list[int] = []
     products = Counters()
 
