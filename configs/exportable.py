@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from configs.architectures import description_of
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.architectures.mup import folds
 from configs.schema import AnyModel, Model, OwnModel, is_described
 

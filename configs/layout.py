@@ -12,7 +12,7 @@ from math import ceil, lcm
 from typing import Literal
 
 from configs.architectures import description_of, family_of, own_weights
-from configs.architectures.llama import is_delta, latent_of
+from configs.architectures.llama_keys import is_delta, latent_of
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.schema import (

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypeIs
 
 from configs.architectures.hf import HfKeys
-from configs.architectures.llama import LlamaKeys
+from configs.architectures.llama_keys import LlamaKeys
 from configs.architectures.own import OwnKeys
 from configs.only_with import only_with
 from configs.own_code import EXAMPLE, ImportPath, is_import_path

@@ -9,7 +9,7 @@ from functools import cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.errors import ConfigError
 from configs.layout import active_matrices, layer_matrices, mixed_elements
 from configs.schema import AnyModel, Config, is_described

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import is_rotated, window_of
+from configs.architectures.llama_keys import is_rotated, window_of
 from configs.architectures.mup import query_factor
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.schema import Model

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from configs.architectures.llama import block_norms, is_delta, is_mixture, mixer, window_of
+from configs.architectures.llama import block_norms, mixer
+from configs.architectures.llama_keys import is_delta, is_mixture, window_of
 from configs.schema import Model
 from models.attention import Attention, LatentAttention, Mask
 from models.delta import DeltaNet

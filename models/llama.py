@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures import init_stds, tensor_parallel_roles
-from configs.architectures.llama import ATTENTION, embedding_scale, further_block, mixer, n_further, rope_dim
+from configs.architectures.llama import ATTENTION, further_block, mixer
+from configs.architectures.llama_keys import embedding_scale, n_further, rope_dim
 from configs.architectures.mup import width_ratio
 from configs.architectures.parts import head_dim
 from configs.plan import Initial, Plan

@@ -30,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import expert_dim, has_gate
+from configs.architectures.llama import has_gate
+from configs.architectures.llama_keys import expert_dim
 from configs.schema import Model
 from models.feed_forward import FeedForward, activate
 from models.grouped_mm import grouped_mm

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from configs.architectures.llama import RopeScaling
+from configs.architectures.llama_keys import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configs.architectures.llama import Delta, delta_of
+from configs.architectures.llama_keys import Delta, delta_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import UserError
 from configs.layout import mesh_sizes, mixed_elements

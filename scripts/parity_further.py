@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.architectures.llama import embedding_scale, n_further
+from configs.architectures.llama_keys import embedding_scale, n_further
 from configs.schema import Config, is_described
 from trainer.data.loader import IGNORED
 

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.schema import Config
 from models.llama import Llama
 from models.multi_token import MultiToken

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from checkpoint.reader import AVERAGE, OPTIMIZER
 from configs.architectures import own_weights
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.architectures.mup import eps_scale, lr_scale
 from configs.architectures.parts import head_dim
 from configs.layout import buffer_factor

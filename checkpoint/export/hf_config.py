@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from configs.architectures import HF_CLASSES, description_of, stored_tensors
-from configs.architectures.llama import FURTHER, RopeScaling, n_further
+from configs.architectures.llama import FURTHER
+from configs.architectures.llama_keys import RopeScaling, n_further
 from configs.architectures.mup import folds
 from configs.architectures.parts import HfClass, Shape, Weight, head_dim, n_kv_heads
 from configs.errors import UserError

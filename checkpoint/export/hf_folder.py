@@ -21,7 +21,7 @@ from checkpoint.export.hf_config import Source, copies, tensor_shapes, to_keel
 from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
 from checkpoint.manifest import is_plain_name
 from configs.architectures import HF_CLASSES, own_weights, stored_tensors
-from configs.architectures.llama import MultiToken
+from configs.architectures.llama_keys import MultiToken
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.reading import hf_config

@@ -13,7 +13,8 @@ from functools import cache
 
 from configs.architectures import hf, llama, mup, own
 from configs.architectures.hf import HfKeys
-from configs.architectures.llama import FURTHER, LlamaKeys, further_block, n_further
+from configs.architectures.llama import FURTHER, further_block
+from configs.architectures.llama_keys import LlamaKeys, n_further
 from configs.architectures.own import OwnKeys
 from configs.architectures.parts import Described, Family, HfClass, Weight
 from configs.plan import PARAMETER_ROLES, Initial, TensorRole

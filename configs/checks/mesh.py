@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import is_delta
+from configs.architectures.llama_keys import is_delta
 from configs.delta import reasons_against_kernels
 from configs.errors import ConfigError
 from configs.plan import recurrent_of

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configs.architectures.llama import Delta
+from configs.architectures.llama_keys import Delta
 from configs.schema import Optimizer
 from models.delta import outputs
 from parallelisms.attention.blocked import attend, attend_backward

@@ -14,7 +14,7 @@ import torch
 from checkpoint import manifest as manifests
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import write_tensors
-from configs.architectures.llama import Delta, Latent, RopeScaling, Router
+from configs.architectures.llama_keys import Delta, Latent, RopeScaling, Router
 from configs.plan import routers_of
 from configs.reading.hf_config import is_too_old
 from configs.schema import Model

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.errors import ConfigError, UserError
 from configs.own_code import is_import_path
 from configs.schema import Config

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from configs.architectures import all_weights, block_names
-from configs.architectures.llama import is_delta, window_of
+from configs.architectures.llama_keys import is_delta, window_of
 from configs.architectures.parts import Weight
 from configs.layout import mixed_elements
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole

@@ -13,7 +13,8 @@ from functools import cached_property
 
 import torch
 
-from configs.architectures.llama import delta_of, expert_dim, has_gate, is_delta, is_mixture, latent_of
+from configs.architectures.llama import has_gate
+from configs.architectures.llama_keys import delta_of, expert_dim, is_delta, is_mixture, latent_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
 from configs.layout import MeshSizes, accumulation_steps, attention_features, buffer_factor, mixed_elements

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from configs.architectures.llama import is_delta, n_further
+from configs.architectures.llama_keys import is_delta, n_further
 from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described

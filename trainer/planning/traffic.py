@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from configs.architectures.llama import n_further
+from configs.architectures.llama_keys import n_further
 from configs.layout import accumulation_steps, mesh_sizes
 from configs.schema import Attention, Config
 from parallelisms.fake_ranks import fake_ranks

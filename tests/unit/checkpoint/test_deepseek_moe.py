@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.export.hf_config import to_keel, unknown_fields
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.export.model_files import checkpoint_files
-from configs.architectures.llama import Router
+from configs.architectures.llama_keys import Router
 from configs.errors import UserError
 from configs.layout import parameter_count
 from configs.load import load

@@ -17,7 +17,7 @@ from checkpoint.export.hf_import import import_hf
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
-from configs.architectures.llama import RopeScaling, Router, computed, is_rotated, window_of
+from configs.architectures.llama_keys import RopeScaling, Router, computed, is_rotated, window_of
 from configs.errors import UserError
 from configs.layout import parameter_count
 from configs.load import load

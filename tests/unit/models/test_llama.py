@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from configs.architectures.llama import RopeScaling
+from configs.architectures.llama_keys import RopeScaling
 from configs.schema import Model
 from models import build_model
 from models.attention import document_mask

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from configs.architectures.llama import Router
+from configs.architectures.llama_keys import Router
 from configs.schema import Model
 from models.grouped_mm import grouped_mm
 from models.llama import Llama

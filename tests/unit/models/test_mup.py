@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from configs.architectures import family_of, own_weights
-from configs.architectures.llama import Latent, MultiToken
+from configs.architectures.llama_keys import Latent, MultiToken
 from configs.architectures.mup import folds, lr_scale
 from configs.architectures.parts import head_dim
 from configs.exportable import not_exportable

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.architectures.llama import Router
+from configs.architectures.llama_keys import Router
 from configs.errors import UserError
 from configs.schema import Model
 from models import build_model
