@@ -205,7 +205,7 @@ def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:
     limit = config.activation_checkpoint.memory_limit_gib
     if not limit:
         return ""
-    ranks = smallest_world_size(config.mesh) if config.mesh.dp_shard != -1 else world_size
+    ranks = smallest_world_size(config) if config.mesh.dp_shard != -1 else world_size
     if limit != "device" and ranks:
         return f"{chooser(config, ranks)}\n"
     by = "GPU's memory" if limit == "device" else "number of ranks"

@@ -123,7 +123,7 @@ def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
         steps = accumulation_steps(config, mesh_sizes(config, loaded.choice.ranks))
         return f"{describe(config, loaded.choice)}, {steps} micro-batch{'es' * (steps != 1)} per step"
     if config.elastic.meshes:
-        counts = [smallest_world_size(mesh) for mesh in config.elastic.meshes]
+        counts = [smallest_world_size(config.model_copy(update={"mesh": mesh})) for mesh in config.elastic.meshes]
         return f"elastic: {len(counts)} meshes, from {min(counts)} ranks"
     if world_size is not None:
         sizes = mesh_sizes(config, world_size)
@@ -142,7 +142,7 @@ def _rank_counts(loaded: LoadedConfig) -> list[int]:
     """The numbers of ranks that form the mesh and divide the global batch, in all stages up to training.steps."""
     config = loaded.config
     if config.mesh.dp_shard != -1:
-        return [smallest_world_size(config.mesh)]
+        return [smallest_world_size(config)]
     reached = [stage.config for stage in loaded.stages if stage.border.after < config.training.steps]
     return [ranks for ranks in rank_counts(config) if not any(check(each, ranks) for each in reached)]
 

@@ -74,7 +74,7 @@ def _most_ranks(config: Config, world_size: int) -> int:
     """The most of `world_size` ranks that can form the mesh and divide the global batch; 0 if there are too few."""
     try:
         is_open = config.mesh.dp_shard == -1
-        counts = rank_counts(config, world_size) if is_open else [smallest_world_size(config.mesh)]
+        counts = rank_counts(config, world_size) if is_open else [smallest_world_size(config)]
     except ConfigError:
         return 0
     for ranks in reversed(counts):
@@ -85,7 +85,7 @@ def _most_ranks(config: Config, world_size: int) -> int:
 
 def _none_fits(config: Config, world_size: int) -> Problem:
     meshes = [mesh for _, mesh in _candidates(config)]
-    fewest = min(map(smallest_world_size, meshes))
+    fewest = min(smallest_world_size(_with(config, mesh)) for mesh in meshes)
     listed = ", ".join(product_of_axes(mesh) or "dp_shard 1" for mesh in meshes)
     what = "no mesh of elastic.meshes" if config.elastic.meshes else "[mesh] does not, even at its smallest,"
     verb = "fits" if config.elastic.meshes else "fit"

@@ -44,7 +44,7 @@ class MeshSizes:
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    """Subdivides dp_shard x cp for the experts; not an additional axis."""
+    """Subdivides dp_shard x cp for the experts, or by owner dp_replicate x cp; not an additional axis."""
     by_owner: bool = False
     """Whether parameters stay whole where FSDP would shard them (`fsdp.partition`); dp_shard is then 1."""
 
@@ -71,7 +71,18 @@ class MeshSizes:
     @property
     def expert_shard(self) -> int:
         """Ranks over which FSDP shards the experts of one expert-parallel rank."""
-        return self.fsdp_shard // self.ep
+        return 1 if self.by_owner else self.fsdp_shard // self.ep
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same shard of the same experts."""
+        return self.token_ranks // (self.expert_shard * self.ep)
+
+    @property
+    def of_experts(self) -> str:
+        """How experts are distributed, if not like all else: "ep 2 x shard 4"; by owner, "ep 2 x owners 4"."""
+        rest = f"owners {self.expert_replicas}" if self.by_owner else f"shard {self.expert_shard}"
+        return f"ep {self.ep} x {rest}" if self.ep > 1 else ""
 
     @property
     def token_ranks(self) -> int:
@@ -88,8 +99,7 @@ class MeshSizes:
         return self.stage_ranks * self.pp
 
     def __str__(self) -> str:
-        of_experts = f"; experts: ep {self.ep} x shard {self.expert_shard}" if self.ep > 1 else ""
-        return named_axes(self.axes) + of_experts
+        return named_axes(self.axes) + (f"; experts: {self.of_experts}" if self.of_experts else "")
 
 
 def named_axes(axes: Mapping[str, int]) -> str:
@@ -103,9 +113,11 @@ def product_of_axes(sizes: MeshSizes | Mesh) -> str:
     return " x ".join(f"{name} {n}" for name, out in left_out.items() if (n := getattr(sizes, name)) not in out)
 
 
-def smallest_world_size(mesh: Mesh) -> int:
+def smallest_world_size(config: Config) -> int:
     """The fewest ranks that can form the mesh; with `dp_shard = -1`, any multiple of it can, too."""
-    fewest_shards = lcm(mesh.ep, mesh.cp) // mesh.cp if mesh.dp_shard == -1 else 1  # ep divides dp_shard x cp
+    mesh = config.mesh
+    is_open = mesh.dp_shard == -1 and config.fsdp.partition == "rows"
+    fewest_shards = lcm(mesh.ep, mesh.cp) // mesh.cp if is_open else 1  # ep divides dp_shard x cp
     return _product(mesh) * fewest_shards
 
 
@@ -120,7 +132,7 @@ def rank_counts(config: Config, most: int = MOST_RANKS) -> list[int]:
     Raises:
         ConfigError: not even the smallest mesh divides it.
     """
-    smallest = smallest_world_size(config.mesh)
+    smallest = smallest_world_size(config)
     steps = accumulation_steps(config, mesh_sizes(config, smallest))  # n times as many ranks take an nth of them
     most_times = min(steps, min(most, MOST_RANKS) // smallest)
     return [smallest * n for n in range(1, most_times + 1) if steps % n == 0]
@@ -137,7 +149,7 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     left_open = mesh.dp_shard == -1
     if world_size % product or (not left_open and world_size != product):
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-        smallest = smallest_world_size(mesh)
+        smallest = smallest_world_size(config)
         start = f"{smallest} ranks (keel train JOB --ranks {smallest}, or torchrun --nproc-per-node {smallest})"
         problem = f"does not divide {world_size}" if left_open else f"not {world_size}"
         raise ConfigError(

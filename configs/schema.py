@@ -366,7 +366,8 @@ class Mesh(Table):
     pp: PositiveInt = 1
     """Pipeline-parallel ranks, each with some of the layers."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks, each with some of the experts; subdivides dp_shard x cp, adds no ranks."""
+    """Expert-parallel ranks, each with some of the experts; subdivides dp_shard x cp (by owner: dp_replicate x cp),
+    adds no ranks."""
 
 
 class Elastic(Table):
@@ -401,7 +402,8 @@ class Fsdp(Table):
     ] = "reduce_every"
     """reduce_last (always if mesh.pp > 1): reduce gradients once per step; until then they are unsharded."""
     partition: Literal["rows", "owner"] = "rows"
-    """rows: shard each parameter; owner: assign whole parameters' optimizer state to dp_replicate x cp ranks."""
+    """rows: shard each parameter; owner: assign whole parameters' optimizer state to dp_replicate x cp ranks (that of
+    experts to those that hold them)."""
     owner_broadcast_dtype: Annotated[
         Literal["bfloat16"] | None, only_with("partition", "owner"), only_with("training.dtype", "float32", "float64")
     ] = None

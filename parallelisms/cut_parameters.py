@@ -1,16 +1,19 @@
-"""Owned parameters that another axis of the mesh, such as tensor parallelism, has already sharded.
+"""Owned parameters that other axes of the mesh, those of tensor and expert parallelism, have already sharded.
 
 A rank holds its part of such a parameter. An element-wise optimizer works on the part; an optimizer that needs whole
-matrices gathers the parts first, and afterwards keeps only its own.
+matrices gathers the parts of its matrices first, and afterwards keeps only its own.
 """
 
-from typing import Any
+from collections.abc import Container
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from parallelisms.ranks import local_part
+
+Cut = tuple[DeviceMesh, list[Placement]]
+"""The ranks over which a tensor is sharded, and how."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,36 +21,33 @@ def local(tensor: Tensor) -> Tensor:
     return local_part(tensor).detach()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a sharded parameter or gradient; all ranks over which it is sharded must call it."""
-    return placed(local(tensor), tensor).full_tensor()
+def whole(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Gather a tensor of which this rank has a part; all ranks over which it is sharded must call it."""
+    return tensor if cut is None else DTensor.from_local(tensor, *cut, run_check=False).full_tensor()
 
 
-def placed(value: Any, parameter: Tensor) -> Any:
-    """Turn an optimizer's tensor for this rank's part of a parameter into a DTensor; a count stays as it is."""
-    cut = cut_of(parameter)
-    if cut is None or not isinstance(value, Tensor) or value.shape != local(parameter).shape:
-        return value
-    return DTensor.from_local(value, *cut, run_check=False)
+def placed(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Turn this rank's part of a tensor into a DTensor; the whole stays as it is."""
+    return tensor if cut is None else DTensor.from_local(tensor, *cut, run_check=False)
 
 
-def own_part(value: Any, parameter: Tensor) -> Any:
-    """Take this rank's part of an optimizer's tensor for a whole parameter; the inverse of `placed`."""
-    cut = cut_of(parameter)
-    if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, *cut, src_data_rank=None).to_local()  # every rank has the whole, so nothing is sent
+def own_part(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Take this rank's part of a whole tensor; the inverse of `whole`."""
+    if cut is None:
+        return tensor
+    return distribute_tensor(tensor, *cut, src_data_rank=None).to_local()  # every rank has the whole: nothing is sent
 
 
-def cut_of(parameter: Tensor) -> tuple[DeviceMesh, list[Placement]] | None:
-    """The ranks over which a parameter is sharded, and how; None if they all hold the whole."""
+def cut_of(parameter: Tensor, dimensions: Container[int]) -> Cut | None:
+    """The ranks over which some dimensions of a parameter are sharded, and how; None if they all hold the whole."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
-    placements = parameter.placements
-    axes = [i for i, placement in enumerate(placements) if mesh.size(i) > 1 and not placement.is_replicate()]
-    if not axes:
-        return None
-    [axis] = axes
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[axis]], [placements[axis]]
+    names = mesh.mesh_dim_names
+    assert names is not None
+    axes = {
+        name: placement
+        for name, placement in zip(names, parameter.placements, strict=True)
+        if mesh[name].size() > 1 and isinstance(placement, Shard) and placement.dim in dimensions
+    }
+    return (mesh[tuple(axes)], list(axes.values())) if axes else None

@@ -12,8 +12,9 @@ fill up a buffer are left out of the products. Where a buffer is too small, rows
 the step changes nothing, and is computed again with uneven splits. So no value depends on the size of the buffers.
 While rows travel in buffers, the device computes the shared experts, in both passes.
 
-A rank's experts are whole; FSDP shards them over the remaining ranks of `dp_shard` x `cp` (`fsdp.py`). A parameter is
-a DTensor over both axes, so initialization, clipping and checkpoints need no special case for experts.
+A rank's experts are whole; FSDP shards them over the remaining ranks of `dp_shard` x `cp` (`fsdp.py`), or replicates
+them if parameters have owners. A parameter is a DTensor over both axes, so initialization, clipping and checkpoints
+need no special case for experts.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -2,10 +2,10 @@
 
 Parameters, gradients and optimizer state are sharded by rows over `dp_shard` x `cp` and replicated over `dp_replicate`;
 a group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`. So is the partition by owner
-(`owner_partition.py`), whose replicas are all ranks that hold different tokens. FSDP is applied at degree 1 as well,
-because compute_dtype and reduce_dtype are implemented by it and must mean the same at every degree. It is left out only
-on a single rank that has nothing to convert, or computes with copies (`compute_copies.py`): there it would just copy
-each parameter and gradient, which takes 3-5% of a step on a CPU.
+(`owner_partition.py`): its replicas are all ranks that hold different tokens, and of experts those that hold the same.
+FSDP is applied at degree 1 as well, because compute_dtype and reduce_dtype are implemented by it and must mean the same
+at every degree. It is left out only on a single rank that has nothing to convert, or computes with copies
+(`compute_copies.py`): there it would just copy each parameter and gradient, which takes 3-5% of a step on a CPU.
 
 The ZeRO stages (Rajbhandari et al. 2020, section 5) differ in what is unsharded while a step computes; between steps
 a rank holds only its shards, at every stage. With P parameters over N ranks, in elements:

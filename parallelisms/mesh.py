@@ -4,7 +4,8 @@ Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (replicas of the s
 (context parallel), `tp` (tensor parallel). The innermost axis communicates most, so its ranks are neighbors, on one
 machine where there are several. Every axis exists at every size, 1 included: one code path serves a laptop and a
 cluster. Context-parallel ranks hold different tokens, as data-parallel ones do, so FSDP shards over both at once.
-For experts, those same ranks are split a second way, into `expert_shard` x `ep` (expert parallel).
+For experts, those same ranks are split a second way, into `expert_shard` x `ep` (expert parallel); by owner, all ranks
+that hold different tokens are, into `expert_replicas` x `ep`.
 """
 
 import gc
@@ -64,7 +65,8 @@ class Mesh:
     ep: DeviceMesh
     """(ep,), or (ep, tp) with tensor parallelism: the axes that split experts before FSDP shards them."""
     expert_fsdp: DeviceMesh
-    """(expert_shard,), or (replicas, expert_shard); the mesh for `fully_shard` of experts."""
+    """(expert_shard,), or (expert_replicas, expert_shard); the mesh for `fully_shard` of experts. As in `fsdp`, shards
+    are 1 if partitioned by owner, so that the first dimension has all ranks that hold the same parameters."""
 
     @property
     def dp_rank(self) -> int:
@@ -76,8 +78,10 @@ class Mesh:
         sizes = self.sizes
         token_rank, tp = divmod(rank, sizes.tp)
         replica, shard = divmod(token_rank, sizes.fsdp_shard)
-        expert_shard, ep = divmod(shard, sizes.ep)
-        return {"replicas": replica, "shard": shard, "expert_shard": expert_shard, "ep": ep, "tp": tp}
+        place_of_experts, ep = divmod(token_rank, sizes.ep)
+        expert_replica, expert_shard = divmod(place_of_experts, sizes.expert_shard)
+        of_experts = {"expert_replicas": expert_replica, "expert_shard": expert_shard, "ep": ep}
+        return {"replicas": replica, "shard": shard, **of_experts, "tp": tp}
 
     def sum_over_tokens(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks that hold different tokens (data- and context-parallel), in place."""
@@ -247,8 +251,10 @@ def _arranged(sizes: MeshSizes, device: torch.device) -> Mesh:
 
     axes = cut(mesh, 1, {"dp": sizes.dp, "cp": sizes.cp})
     fsdp = cut(mesh, 1, {"replicas": sizes.replicas, "shard": sizes.fsdp_shard})
-    experts = cut(fsdp, 2, {"expert_shard": sizes.expert_shard, "ep": sizes.ep})
+    of_experts = {"expert_replicas": sizes.expert_replicas, "expert_shard": sizes.expert_shard, "ep": sizes.ep}
+    experts = cut(mesh, 1, of_experts)
     replicas = ("replicas",) if sizes.replicas > 1 else ()
+    expert_replicas = ("expert_replicas",) if sizes.expert_replicas > 1 else ()
     return Mesh(
         sizes=sizes,
         device=device,
@@ -261,7 +267,7 @@ def _arranged(sizes: MeshSizes, device: torch.device) -> Mesh:
         stage=_stage(mesh, sizes, device),
         # Without expert parallelism the slice is not needed, and torch 2.11 refuses it where a shard is one rank.
         ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
-        expert_fsdp=experts[*replicas, "expert_shard"],
+        expert_fsdp=experts[*expert_replicas, "expert_shard"],
     )
 
 

@@ -1,8 +1,8 @@
 """A parameter as its owner's optimizer sees it: a plain tensor, and the conversion between the two.
 
-The tensor is the parameter's own memory, or a master copy in full precision if parameters are sent rounded. If another
-axis of the mesh shards the parameter, the tensor is this rank's part or, if the update needs whole matrices, all parts
-gathered.
+The tensor is the parameter's own memory, or a master copy in full precision if parameters are sent rounded. If other
+axes of the mesh shard the parameter, the tensor is this rank's part or, if the update needs whole matrices, this rank's
+matrices, each gathered: experts that are on other ranks stay there.
 """
 
 from typing import Any
@@ -22,18 +22,23 @@ class OwnedParameter:
         Args:
             parameter: if `updated_whole`, all ranks over which it is sharded must construct this object for it.
             rounds_to: the dtype in which it is sent, with a master copy kept here; None: it is sent as it is.
-            updated_whole: whether its update needs all parts.
+            updated_whole: whether its update needs whole matrices.
         """
         self._parameter = parameter
         self._rounds_to = rounds_to
-        self._is_put_together = updated_whole and cut_of(parameter) is not None
+        dimensions = range(parameter.ndim)
+        within_matrices = dimensions[-2:] if updated_whole else ()
+        self._cut = cut_of(parameter, dimensions)
+        self._gathered = cut_of(parameter, within_matrices)
+        self._cut_when_seen = cut_of(parameter, [dim for dim in dimensions if dim not in within_matrices])
         self.plain = Parameter(self._seen(parameter).clone() if rounds_to else self._seen(parameter))
         """The tensor that the optimizer updates."""
+        self._shape = self.plain.shape
         self._known_version = -1
 
     def _seen(self, tensor: Tensor) -> Tensor:
         """A parameter or gradient in the form that the optimizer sees."""
-        return whole(tensor) if self._is_put_together else local(tensor)
+        return whole(local(tensor), self._gathered)
 
     # ------------------------------------------------------------------ an update
 
@@ -49,15 +54,15 @@ class OwnedParameter:
 
     def take_back(self) -> None:
         """Release the gradient and what was gathered, after keeping this rank's part of the result."""
-        if self._is_put_together and self._rounds_to is None:
+        if self._gathered and self._rounds_to is None:
             if self.plain.grad is not None:
-                local(self._parameter).copy_(own_part(self.plain.data, self._parameter))
+                local(self._parameter).copy_(own_part(self.plain.data, self._gathered))
             self.plain.data = self.plain.data.new_empty(0)
         self.plain.grad = None
 
     def to_send(self) -> Tensor:
         """This rank's part of the updated parameter, in full precision."""
-        return own_part(self.plain.detach(), self._parameter) if self._rounds_to else local(self._parameter)
+        return own_part(self.plain.detach(), self._gathered) if self._rounds_to else local(self._parameter)
 
     def arrived(self) -> None:
         """Record that the parameter now holds what was sent, so that later writes are recognized as foreign."""
@@ -71,7 +76,7 @@ class OwnedParameter:
         """
         held = local(self._parameter)
         master = self.plain.data
-        if self._is_put_together or held._version == self._known_version:
+        if self._gathered or held._version == self._known_version:
             return
         master.copy_(torch.where(held == master.to(self._rounds_to).to(held.dtype), master, held))
         self.arrived()
@@ -79,16 +84,18 @@ class OwnedParameter:
     # ------------------------------------------------------------------ saving and loading
 
     def saved(self) -> Tensor:
-        """The tensor to save, in full precision; a DTensor if the parameter is sharded."""
-        return placed((self.plain if self._rounds_to else local(self._parameter)).detach(), self._parameter)
+        """The tensor to save, in full precision; a DTensor if it is sharded."""
+        return self.placed(self.plain.detach()) if self._rounds_to else placed(local(self._parameter), self._cut)
 
     def placed(self, value: Any) -> Any:
-        """Turn a value of the optimizer's state into a DTensor, with its place in the whole."""
-        return placed(value, self._parameter)
+        """Turn a value of the optimizer's state into a DTensor, with its place in the whole; a count stays as it is."""
+        is_like_parameter = isinstance(value, Tensor) and value.shape == self._shape
+        return placed(value, self._cut_when_seen) if is_like_parameter else value
 
     def taken_from(self, value: Any) -> Any:
-        """This rank's part of a value for the whole parameter; the inverse of `placed`."""
-        return value if self._is_put_together else own_part(value, self._parameter)
+        """This rank's part of a tensor for the whole parameter; the inverse of `placed`."""
+        is_like_parameter = isinstance(value, Tensor) and value.shape == self._parameter.shape
+        return own_part(value, self._cut_when_seen) if is_like_parameter else value
 
     @torch.no_grad()
     def load_master(self, master: Tensor | None) -> None:

@@ -15,13 +15,15 @@ anyway, rounding changes nothing.
 Tensor parallelism splits parameters before they get owners. Then the ranks that hold the same part of the model divide
 that part among themselves, and the optimizer updates the parts, which is correct for an element-wise one. For one that
 needs whole matrices, the owners of the parts gather gradient and parameter; each computes the whole update and keeps
-its part.
+its part. Under expert parallelism, fewer ranks hold an expert than hold other parameters: experts are in a partition of
+their own, over these ranks, and never leave them.
 
 A checkpoint takes from each rank what it owns, with the parameters' names and offsets: saving gathers nothing, and any
 number of ranks, also with row shards, can load it. As a library, with `state_dict` and `load_state_dict` in the form of
 a plain torch optimizer (`owner_state.py`), the partition replaces fairscale's OSS.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +70,22 @@ def assign_owners(sizes: Mapping[Name, int], loads: Sequence[int]) -> dict[Name,
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners
+
+
+def by_holders(groups: Iterable[Mapping[str, Any]]) -> dict[dist.ProcessGroup, list[dict[str, Any]]]:
+    """Divide parameter groups by the ranks that hold the same parameters: under expert parallelism, experts are apart.
+
+    Args:
+        groups: with names; FSDP has replicated their parameters, over `Mesh.fsdp` or `Mesh.expert_fsdp`.
+    """
+    found: dict[dist.ProcessGroup, list[dict[str, Any]]] = defaultdict(list)
+    for group in groups:
+        members: dict[dist.ProcessGroup, list[tuple[str, Parameter]]] = defaultdict(list)
+        for name, parameter in group["params"]:
+            members[parameter.device_mesh.get_group(0)].append((name, parameter))
+        for ranks, named in members.items():
+            found[ranks].append({**group, "params": named})
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,7 @@ class OwnerPartition(Optimizer):
         assert ranks is not None, "initialize the process group first"
         self._ranks = ranks
         self._rank = dist.get_rank(self._ranks)
+        self._is_alone = dist.get_world_size(self._ranks) == 1
         self._broadcast_dtype = broadcast_dtype
         self._optim = partial(optim, **defaults)
         self._owner: dict[Parameter, int] = {}
@@ -251,6 +270,8 @@ class OwnerPartition(Optimizer):
     # ------------------------------------------------------------------ broadcasts
 
     def _send(self, parameters: Iterable[Parameter]) -> None:
+        if self._is_alone and self._broadcast_dtype is None:
+            return
         for bucket in self._buckets(parameters):
             broadcast = self._start(bucket)
             self._on_their_way |= dict.fromkeys(bucket, broadcast)
@@ -286,7 +307,9 @@ class OwnerPartition(Optimizer):
                 sources = [self._mine[p].to_send() for p in bucket]
                 parts = buffer.split(sizes)
                 torch._foreach_copy_([part.view_as(s) for part, s in zip(parts, sources, strict=True)], sources)
-        work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
+        work = None
+        if not self._is_alone:
+            work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
         return _Broadcast(work, buffer, bucket, unpacks)
 
     # ------------------------------------------------------------------ ownership

@@ -292,8 +292,8 @@ def _machine(dice: random.Random, ranks: int, run: Keys, owners: bool) -> Keys:
         axes |= {"dp_replicate": axes["dp_replicate"] * axes["dp_shard"], "dp_shard": 1}
     keys: Keys = {f"mesh.{axis}": size for axis, size in axes.items() if size > 1 or axis == "dp_shard"}
     keys |= {"fsdp.partition": "owner"} if owners else _fsdp(dice, exact=run.get("training.reduction") == "exact")
-    shards = axes["dp_shard"] * axes["cp"]
-    if "model.n_experts" in run and shards > 1 and not owners:
+    shards = axes["dp_replicate" if owners else "dp_shard"] * axes["cp"]
+    if "model.n_experts" in run and shards > 1:
         keys |= _some(dice, 0.6, {"mesh.ep": dice.choice([n for n in (2, 3, 4, 8) if shards % n == 0])})
         buffers: Keys = {"expert.exchange": "buffers", "expert.buffer_factor": dice.choice((1.0, 1.2, 2.0, 8.0))}
         keys |= _some(dice, 0.5, buffers if keys.get("mesh.ep", 1) != 1 else {})
@@ -394,8 +394,10 @@ def _same_bits(drawn: Draw) -> tuple[int, Keys]:
     """The smallest mesh that has the same bits: its ranks, and the overrides."""
     keys = drawn.run | {key: value for key, value in drawn.keys.items() if key in DECISIVE}
     cp, tp, ep = (int(str(keys.get(f"mesh.{axis}", 1))) for axis in ("cp", "tp", "ep"))
-    keys["mesh.dp_shard"] = max(1, ep // cp)
-    return cp * tp * max(1, ep // cp), keys
+    data_ranks = max(1, ep // cp)
+    is_by_owner = keys.get("fsdp.partition") == "owner"
+    keys |= {"mesh.dp_replicate": data_ranks, "mesh.dp_shard": 1} if is_by_owner else {"mesh.dp_shard": data_ranks}
+    return cp * tp * data_ranks, keys
 
 
 def _kind(reason: str) -> str:

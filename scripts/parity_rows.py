@@ -133,7 +133,6 @@ PARTS: dict[str, dict[str, object]] = {
     "FSDP 3": {"mesh.dp_shard": 3},
     "FSDP 4": {"mesh.dp_shard": 4},
     "HSDP 2x2": {"mesh.dp_replicate": 2, "mesh.dp_shard": 2},
-    "owner 2": {"mesh.dp_replicate": 2, "mesh.dp_shard": 1, "fsdp.partition": "owner"},
     "TP 2": {"mesh.tp": 2},
     "CP 2": {"mesh.cp": 2},
     "CP 4": {"mesh.cp": 4},
@@ -144,6 +143,8 @@ PARTS: dict[str, dict[str, object]] = {
     "EP 2 x FSDP 2": {"mesh.dp_shard": 4, "mesh.ep": 2},
     "EP 4 x FSDP 2": {"mesh.dp_shard": 8, "mesh.ep": 4},
     "EP 4 over CP 2": {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ep": 4},
+    "owner 2": {"mesh.dp_replicate": 2, "mesh.dp_shard": 1, "fsdp.partition": "owner"},
+    "owner 4": {"mesh.dp_replicate": 4, "mesh.dp_shard": 1, "fsdp.partition": "owner"},
     "replicated": {"mesh.dp_replicate": 2},
     "ZeRO 1": {"fsdp.zero_stage": 1},
     "ZeRO 2": {"fsdp.zero_stage": 2},
@@ -496,7 +497,7 @@ def moe_rows() -> Iterator[Row]:
 
 
 def expert_rows() -> Iterator[Row]:
-    """Expert parallelism, alone and with each other axis; selective checkpointing, accumulating two steps.
+    """Expert parallelism, alone, with each other axis and with owners; selective checkpointing, accumulating two steps.
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
@@ -519,6 +520,22 @@ def expert_rows() -> Iterator[Row]:
     )
     yield from _both("{mesh}, {how}", meshes, MOE)
     yield from _both("{mesh}, {how}", ("EP 4 x FSDP 2",), MOE | {"training.global_batch_size": 16})
+    owners = (
+        "owner 2 x EP 2",
+        "owner 2 x EP 2, in buffers",
+        "owner 4 x EP 4",
+        "owner 2 x TP 2 x EP 2",
+        "owner 4 x TP 2 x EP 2",
+        "owner 2 x CP 2 x EP 2",
+        "owner 2 x CP 2 x EP 4",
+        "owner 2 x PP 2 x EP 2",
+        "owner 4 x PP 2 interleaved x EP 2",
+    )
+    for optimizer, run in {"AdamW": MOE, "Muon": MOE | {"optimizer.name": "muon"}}.items():
+        name = f"{{mesh}}, {optimizer}, {{how}}"
+        yield from _both(name, ("owner 4 x EP 2",), run)
+        for mesh in owners:
+            yield _row(name, mesh, run)
 
 
 def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
@@ -580,7 +597,7 @@ OWNED_MUON: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "ow
 INTERLEAVED: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "interleaved_1f1b"}
 ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
 REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
-    "owner 2 x EP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2, "mesh.ep": 2, **MOE}, "whole"),
+    "owner 2 x EP 4": (2, {**OWNER, "mesh.dp_replicate": 2, "mesh.ep": 4, **MOE}, "dp_replicate"),
     "owner over row shards": (2, {"fsdp.partition": "owner", "mesh.dp_shard": 2}, "dp_shard"),
     "zero-bubble, compiled": (2, {**ZERO_BUBBLE, "compile.enable": "true"}, "compile"),
     "zero-bubble, selective": (2, {**ZERO_BUBBLE, "activation_checkpoint.mode": "selective"}, "selective"),

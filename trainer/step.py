@@ -40,6 +40,7 @@ from parallelisms.guards.replicas import Replica, replicas_on
 from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance, apply_load_balance
 from parallelisms.mesh import Mesh, groups_of_axes
+from parallelisms.owner_partition import by_holders
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
@@ -62,7 +63,7 @@ from trainer.optimizers.build import (
     set_groups,
     skips_on_device,
 )
-from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer
+from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer, joined
 from trainer.planning.least_recomputation import chosen, least_recomputation
 
 
@@ -443,11 +444,14 @@ def _optimizer(
         return build(None, model_names, sums, seed, mesh)
     dtype = config.fsdp.owner_broadcast_dtype
 
-    def assign_owners(groups: list[dict[str, Any]]) -> OwnerOptimizer:
-        partition = OwnerOptimizer(groups, mesh.tokens.get_group(), getattr(torch, dtype) if dtype else None)
-        for stage in stages:
-            partition.overlap_forward(stage)
-        return partition
+    def assign_owners(groups: list[dict[str, Any]]) -> TrainingOptimizer:
+        partitions = []
+        for ranks, members in by_holders(groups).items():
+            partition = OwnerOptimizer(members, ranks, getattr(torch, dtype) if dtype else None)
+            for stage in stages:
+                partition.overlap_forward(stage)
+            partitions.append(partition)
+        return joined(partitions)
 
     return build(assign_owners, model_names, sums, seed)
 

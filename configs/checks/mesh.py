@@ -18,7 +18,7 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield "mesh.dp_shard", "dp_shard must be 1 or more, or -1 for all ranks that the other sizes leave, got 0"
         return
     try:
-        sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config))
     except ConfigError as error:
         axes = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
         key = next((key for key in axes if key in mesh.model_fields_set), "dp_shard")
@@ -50,7 +50,7 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks of dp_shard x cp."""
+    """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks that share them out."""
     ep = config.mesh.ep
     n_experts = config.model.n_experts
     if config.expert.exchange == "buffers" and (ep == 1 or not is_described(config.model)):
@@ -61,13 +61,6 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     if is_described(config.model) and not n_experts:  # other models are asked when they are built
         yield "mesh.ep", f"ep {ep} distributes experts, but model.n_experts is not set; leave ep out"
         return
-    if config.fsdp.partition == "owner":
-        yield (
-            "mesh.ep",
-            f'ep {ep} distributes experts over the ranks of dp_shard x cp, but fsdp.partition "owner" keeps parameters '
-            'whole there; set ep = 1, or partition = "rows"',
-        )
-        return
     if n_experts and n_experts % ep:
         yield (
             "mesh.ep",
@@ -75,16 +68,19 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
             "each rank must hold the same number of experts; change one of them",
         )
     try:
-        sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config))
     except ConfigError:
         return  # reported by the mesh's own rule
-    if sizes.fsdp_shard % ep:
-        shards = sizes.fsdp_shard
+    if sizes.by_owner and sizes.dp_shard > 1:
+        return  # reported by the partition's own rule
+    axis = "dp_replicate" if sizes.by_owner else "dp_shard"
+    ranks = sizes.axes[axis] * sizes.cp
+    if ranks % ep:
         yield (
             "mesh.ep",
-            f"ep {ep} does not divide dp_shard {sizes.dp_shard} x cp {sizes.cp} = {shards} ({shards} / {ep} = "
-            f"{shards / ep:.2f}), the ranks that it distributes experts over; set ep to a divisor of {shards}, or "
-            "change dp_shard",
+            f"ep {ep} does not divide {axis} {sizes.axes[axis]} x cp {sizes.cp} = {ranks} ({ranks} / {ep} = "
+            f"{ranks / ep:.2f}), the ranks that it distributes experts over; set ep to a divisor of {ranks}, or "
+            f"change {axis}",
         )
 
 

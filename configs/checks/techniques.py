@@ -20,7 +20,7 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
     if fsdp.partition == "rows":
         return
     try:
-        sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config))
     except ConfigError:
         return  # reported by the mesh's own rule
     if sizes.dp_shard > 1:
@@ -56,7 +56,7 @@ def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
 
 def _cuda_graphs(config: Config, world_size: int | None) -> Iterator[Problem]:
     """A graph is recorded for fixed addresses, but FSDP gathers parameters into new memory each time."""
-    n_ranks = world_size or smallest_world_size(config.mesh)
+    n_ranks = world_size or smallest_world_size(config)
     records = config.compile.mode in ("reduce-overhead", "max-autotune")
     if records and (n_ranks > 1 or config.fsdp.reshard_after_forward == "always"):
         where = f"on {n_ranks} ranks" if n_ranks > 1 else 'with fsdp.reshard_after_forward "always"'

@@ -91,6 +91,8 @@ def row_of(techniques: Combination, batch: int, micro_batch: int | None = None) 
         micro_batch: the micro-batch, where it is part of the run; default: the largest, which the techniques shrink.
     """
     sizes = {axis: math.prod(each.sizes.get(axis, 1) for each in techniques) for axis in _MESH}
+    if any(each.axis == "owner" for each in techniques):  # what shares experts out is then no shard
+        sizes |= {"dp_replicate": sizes["dp_replicate"] * sizes["dp_shard"], "dp_shard": 1}
     keys: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
     run: dict[str, object] = {}
     for each in techniques:

@@ -159,6 +159,21 @@ def test_meshes_with_tensor_parallelism_have_the_bits_of_tensor_parallelism(sha,
     assert sha(4, run | {"mesh.tp": 2, "mesh.dp_shard": 1} | machine, "bfloat16") == one
 
 
+@pytest.mark.slow
+def test_experts_with_owners_have_the_bits_of_experts_on_row_shards(sha):
+    one = sha(2, EXPERTS | {"mesh.dp_shard": 2, "mesh.ep": 2})
+    assert sha(2, EXPERTS | {"mesh.dp_replicate": 2, "mesh.ep": 2, **OWNER}) == one
+    assert sha(4, EXPERTS | {"mesh.dp_replicate": 4, "mesh.ep": 2, **OWNER}) == one
+
+
+@pytest.mark.slow
+def test_experts_are_rounded_alike_with_one_owner_and_with_two(sha):
+    run = EXPERTS | MUON | OWNER | {"mesh.ep": 2, "fsdp.owner_broadcast_dtype": "bfloat16"}
+    alone = sha(2, run | {"mesh.dp_replicate": 2})
+    assert sha(4, run | {"mesh.dp_replicate": 4}) == alone
+    assert sha(2, run | {"mesh.dp_replicate": 2, "fsdp.owner_broadcast_dtype": "none"}) != alone
+
+
 MOVES = [
     (4, {"mesh.dp_shard": 4}),
     (2, {"mesh.pp": 2}),

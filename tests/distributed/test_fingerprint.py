@@ -24,6 +24,10 @@ MESHES = {
     "PP 2": ("--mesh.pp", "2"),
     "owner 2": ("--mesh.dp_replicate", "2", "--fsdp.partition", "owner"),
     "EP 2": ("--mesh.dp_shard", "2", "--mesh.ep", "2", "--model.n_experts", "4"),
+    "owner 4 x EP 2": (
+        *("--mesh.dp_replicate", "4", "--fsdp.partition", "owner"),
+        *("--mesh.ep", "2", "--model.n_experts", "4"),
+    ),
     "HSDP 2x2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"),
     "FSDP 2 x TP 2": ("--mesh.dp_shard", "2", "--mesh.tp", "2"),
 }
@@ -95,7 +99,9 @@ def digest_of_the_global_batch() -> int:
     return total % 2**32
 
 
-@pytest.mark.parametrize("mesh", marked(MESHES, slow=["DDP 2", "owner 2", "EP 2", "HSDP 2x2", "FSDP 2 x TP 2"]))
+@pytest.mark.parametrize(
+    "mesh", marked(MESHES, slow=["DDP 2", "owner 2", "EP 2", "owner 4 x EP 2", "HSDP 2x2", "FSDP 2 x TP 2"])
+)
 def test_it_is_that_of_the_whole_gradients(ranks, mesh):
     n = 4 if "x" in mesh else 2
     results = ranks(n, fingerprint_of, MESHES[mesh])

@@ -102,13 +102,20 @@ def test_the_next_learning_rate_and_the_moments_type(ranks, tmp_path):
             assert described["state"][key]["shape"] == list(entry[key].shape)
 
 
-def test_experts_stay_as_they_lie(ranks, tmp_path):
-    checkpoint = train(ranks, 2, tmp_path / "run", EXPERTS)
+BY_OWNER = "--fsdp.partition owner --mesh.dp_replicate 4 --mesh.ep 2"
+
+
+@pytest.mark.parametrize(
+    ("n", "mesh"), [(2, ""), pytest.param(4, BY_OWNER, marks=pytest.mark.slow)], ids=["FSDP 2", "owner 4 x EP 2"]
+)
+def test_experts_stay_as_they_lie(ranks, tmp_path, n, mesh):
+    batch = "--training.micro_batch_size 2" if n == 4 else ""
+    checkpoint = train(ranks, n, tmp_path / "run", f"{EXPERTS} {mesh} {batch}")
     export(checkpoint, tmp_path / "all")
     index = export(checkpoint, tmp_path / "dense", "dense")
     whole, dense = loaded(tmp_path / "all"), loaded(tmp_path / "dense")
     owners = sorted(path.name for path in (tmp_path / "dense").glob("adamw-experts-*.pt"))
-    assert owners == [f"adamw-experts-0000{n}-of-00002.pt" for n in (1, 2)]
+    assert owners == [f"adamw-experts-0000{rank + 1}-of-0000{n}.pt" for rank in range(n)]
     assert dense["param_groups"] == whole["param_groups"]
     assert dense["state"].keys() == whole["state"].keys()
     parameters = index["optimizers"]["adamw"]["parameters"]

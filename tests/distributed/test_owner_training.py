@@ -19,7 +19,9 @@ from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
 from scripts.parity import dtype_overrides
 from scripts.parity_compare import whole
-from scripts.parity_rows import owner_table
+from scripts.parity_options import MOE
+from scripts.parity_rows import expert_rows, owner_table
+from scripts.parity_rows import words as words_of
 from tests.distributed.test_parity import CONFIG, assert_parity
 from trainer.data.loader import build_loader
 from trainer.lr_schedule import learning_rate
@@ -35,6 +37,7 @@ AT_ONCE = ("--training.micro_batch_size", "4")
 TWO_AT_ONCE = ("--training.micro_batch_size", "2")
 ROUNDED = ("--fsdp.owner_broadcast_dtype", "bfloat16")
 CUT = ("--mesh.tp", "2")
+EXPERTS = (*words_of(MOE), "--mesh.ep", "2")
 INTERLEAVED = ("--mesh.pp", "2", "--pipeline.schedule", "interleaved_1f1b")
 ROWS = {row.name: row for row in owner_table()}
 CHOSEN = [
@@ -129,6 +132,12 @@ def manager_of(folder):
 @pytest.mark.long
 def test_chosen_rows_in_float64(ranks):
     assert_parity(ranks, [ROWS[name] for name in CHOSEN])
+
+
+@pytest.mark.slow
+def test_experts_on_their_ranks(ranks):
+    names = ("owner 4 x EP 2, AdamW, eager", "owner 2 x TP 2 x EP 2, Muon, eager")
+    assert_parity(ranks, [row for row in expert_rows() if row.name in names])
 
 
 def test_clipping_by_the_largest_gradient(ranks):
@@ -253,6 +262,42 @@ def test_bytes_of_state_beside_other_axes(ranks, options):
     assert ranks(4, state_bytes, owners(2, "--mesh.cp", "2", *options)) == in_four
 
 
+def elements_of_state(words):
+    """Elements of each parameter's moments on this rank, without those of which it has none."""
+    learner = learner_of(settings(words))
+    states = {name: learner.optimizer.owned_state(each) for name, each in learner.parameters.items()}
+    held = {name: sum(_local(t).numel() for t in state.values() if t.ndim) for name, state in states.items()}
+    return {name: n for name, n in held.items() if n}
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("optimizer", [(), MUON], ids=["AdamW", "Muon"])
+def test_the_state_of_an_expert_is_on_one_of_the_ranks_that_hold_it(ranks, optimizer):
+    experts = words_of(MOE)
+    (whole,) = ranks(1, elements_of_state, (*experts, *optimizer))
+    for ep in (2, 4):
+        held = ranks(4, elements_of_state, owners(4, *experts, "--mesh.ep", str(ep), *optimizer))
+        for name, n in whole.items():
+            on = [rank for rank in range(4) if name in held[rank]]
+            if ".experts." in name:  # every ep-th rank holds the same ones, and one of these their state
+                assert sorted(rank % ep for rank in on) == list(range(ep))
+            else:
+                assert len(on) == 1
+            assert sum(of_rank.get(name, 0) for of_rank in held) == n
+
+
+@pytest.mark.parametrize("options", [(), (*MUON, *ROUNDED)], ids=["AdamW", "Muon, masters"])
+@pytest.mark.parametrize("mesh", [(4, owners(4)), pytest.param((8, owners(4, *CUT)), marks=pytest.mark.long)])
+def test_bytes_of_state_with_experts_on_their_ranks(ranks, mesh, options):
+    n, words = mesh
+    here, formula, estimates = zip(*ranks(n, state_bytes, (*words, *EXPERTS, *options)), strict=True)
+    assert list(here) == [formula[0][rank * 4 // n] for rank in range(n)]
+    assert set(estimates) == {max(here)}
+
+
 # --------------------------------------------------------------------------- checkpoints
 
 
@@ -291,6 +336,21 @@ def test_owners_and_row_shards_load_each_others_checkpoints(ranks, tmp_path, sav
     first = ranks(saved[0], run, saved[1], 0, 4, None, tmp_path)[0]
     rest = ranks(loaded[0], run, loaded[1], 4, STEPS, tmp_path)[0]
     assert _difference(first + rest, straight) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [(), MUON], ids=["AdamW", "Muon"])
+def test_experts_move_from_row_shards_to_owners_and_back(ranks, tmp_path, optimizer):
+    experts = (*words_of(MOE), *optimizer)
+    straight = ranks(1, run, experts)[0]
+    shards = ("--mesh.dp_shard", "4", "--mesh.ep", "2")
+    first = ranks(4, run, (*experts, *shards), 0, 3, None, tmp_path / "shards")[0]
+    moved = owners(4, *experts, "--mesh.ep", "2")
+    second = ranks(4, run, moved, 3, 6, tmp_path / "shards", tmp_path / "owners")[0]
+    third = ranks(4, run, (*experts, *shards), 6, STEPS, tmp_path / "owners")[0]
+    assert _difference(first + second + third, straight) < 1e-12
+    beside = owners(2, *experts, *CUT, "--mesh.ep", "2")
+    assert _difference(ranks(4, run, beside, 6, STEPS, tmp_path / "owners")[0], straight[6:]) < 1e-12
 
 
 def _difference(found, expected):

@@ -152,7 +152,7 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
 def test_the_table_is_whole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
-    zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 16 * 2
+    zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 16 * 2 + 11 * 2
     owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2 + 2 * 2 * 2, 4 * 2 + 1, 27
     rest = owner + mixtures + experts + documents + frozen + sum(len(list(rows())) for rows in ROWS_OF_KEYS)
     assert len(ROWS) == dense + zero_stages + context + mixed + rest

@@ -94,6 +94,7 @@ def test_every_axis_and_technique_is_drawn():
         ("data.document_mask", "true"),
     }
     assert expected <= keys
+    assert any(each.keys.get("fsdp.partition") == "owner" and "mesh.ep" in each.keys for each in drawn)
     assert 120 < sum(each.is_exact for each in drawn) < 280
 
 

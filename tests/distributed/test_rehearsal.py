@@ -61,6 +61,7 @@ MESHES = {
     "PP 2 x HSDP": "parity.toml --mesh.pp 2 --mesh.dp_replicate 2 --pipeline.schedule interleaved_1f1b",
     "EP 2, CP 2 in a ring": "parity.toml --model.n_experts 4 --mesh.ep 2 --mesh.cp 2 --context.method ring",
     "Muon by owner": "parity.toml --mesh.dp_replicate 4 --fsdp.partition owner --optimizer.name muon",
+    "experts by owner": "parity.toml --mesh.dp_replicate 4 --fsdp.partition owner --model.n_experts 4 --mesh.ep 2",
     "exact sums, ZeRO 1": "parity.toml --training.reduction exact --fsdp.zero_stage 1",
 }
 

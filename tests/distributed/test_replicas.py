@@ -37,6 +37,7 @@ HEALTHY = {
     "TP 2, none, eager, accumulation 1": {("tp",): 66},
     "owner 2 x TP 2, AdamW, eager": None,
     "EP 2 x DDP 2, eager": None,
+    "owner 4 x EP 2, Muon, eager": None,
     "CP 2 x DDP 2, ring, eager": None,
     "PP 2 x DDP 2, none, eager, accumulation 1": None,
 }
@@ -52,6 +53,7 @@ MORE_HEALTHY = [
     "owner 2 x TP 2, Muon, compiled",
     "owner 2 x CP 2, AdamW, eager",
     "owner 2 x PP 2, AdamW, eager",
+    "owner 4 x TP 2 x EP 2, Muon, eager",
     "PP 2 zero-bubble, none, eager, accumulation 1",
     "CP 2 x TP 2, all_to_all, eager, documents",
 ]
@@ -101,7 +103,11 @@ def assert_healthy(ranks, name, precision, expected=None):
 
 @pytest.mark.parametrize(
     "name",
-    marked(HEALTHY, slow=["owner 2 x TP 2, AdamW, eager", "CP 2 x DDP 2, ring, eager"], long=["EP 2 x DDP 2, eager"]),
+    marked(
+        HEALTHY,
+        slow=["owner 2 x TP 2, AdamW, eager", "CP 2 x DDP 2, ring, eager", "owner 4 x EP 2, Muon, eager"],
+        long=["EP 2 x DDP 2, eager"],
+    ),
 )
 def test_copies_stay_equal(ranks, name):
     assert_healthy(ranks, name, "float32", HEALTHY[name])
@@ -165,6 +171,13 @@ FLIPS = {
     ),
     "count of steps, of 2 shards": (2, (), "optimizer.norm.weight.step", 1, ((0,), (1,))),
     "an owner's parameter": (2, (*OWNER, "--mesh.dp_replicate", "2"), "model.embed_tokens.weight", 0, ((0,), (1,))),
+    "experts of two owners": (
+        4,
+        (*OWNER, "--mesh.dp_replicate", "4", "--mesh.ep", "2", "--model.n_experts", "4"),
+        "model.layers.0.mlp.experts.gate_proj",
+        3,
+        ((1,), (3,)),
+    ),
     "a load balance's bias": (2, MOE, "model.layers.0.mlp.router.bias", 1, ((0,), (1,))),
 }
 
@@ -175,7 +188,7 @@ def test_a_flipped_bit_is_named(ranks, case):
     by_rank = ranks(n_ranks, flipped, words, name, rank)
     [(found, part, sets)], [line] = by_rank[0]
     assert (found, sets) == (name, holders)
-    assert part == ("shard 1" if "shards" in case and "moment" in case else "")
+    assert part == {"moment, of 2 replicas x 2 shards": "shard 1", "experts of two owners": "ep 1"}.get(case, "")
     if len(holders[0]) > 1:
         assert line.startswith(f"{name}: rank {rank} ({HERE}) differs from rank {holders[0][0]} ({HERE}), rank ")
     else:

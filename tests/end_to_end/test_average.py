@@ -21,6 +21,7 @@ MESHES = {
     "owner 2": (2, "", "--fsdp.partition owner --mesh.dp_shard 1 --mesh.dp_replicate 2"),
     "PP 2 x FSDP 2, tied": (4, "--model.tie_embeddings true", "--mesh.pp 2"),
     "experts, EP 2": (2, "--model.n_experts 4", "--mesh.ep 2"),
+    "experts, owner 2 x EP 2": (2, "--model.n_experts 4", "--mesh.ep 2 --fsdp.partition owner --mesh.dp_replicate 2"),
 }
 FIRST, *OTHERS = MESHES
 

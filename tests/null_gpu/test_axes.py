@@ -45,6 +45,11 @@ MESHES = {
     "PP 2 interleaved": (2, "--mesh.pp 2 --pipeline.schedule interleaved_1f1b", {"pp (2 ranks): send"}),
     "owner 2": (2, OWNER, {"dp (2 ranks): broadcast", "dp (2 ranks): allreduce"}),
     "owner 2, Muon": (2, f"{OWNER} --optimizer.name muon", {"dp (2 ranks): broadcast"}),
+    "experts, owner 4 x EP 2": (
+        4,
+        f"{EXPERTS} {OWNER.replace('dp_replicate 2', 'dp_replicate 4')} --mesh.ep 2 --training.global_batch_size 16",
+        {"dp (4 ranks): broadcast", "expert_replicas (2 ranks): broadcast", "expert_replicas (2 ranks): allreduce"},
+    ),
     "experts, FSDP 2": (2, EXPERTS, {"dp (2 ranks): allgather_base"}),
     "experts, EP 2": (2, f"{EXPERTS} --mesh.ep 2", {"ep (2 ranks): alltoall_base"}),
     "experts, EP 2 in buffers": (2, f"{EXPERTS} --mesh.ep 2 {BUFFERS}", {"ep (2 ranks): alltoall_base"}),

@@ -18,7 +18,7 @@ from parallelisms.part import part_of
 from parallelisms.sums import Sums, sums_of
 from trainer.kernels.keyed import key_of
 from trainer.optimizers.rule import rule_of
-from trainer.optimizers.training import JoinedOptimizer, OwnerOptimizer, TrainingOptimizer, set_lr
+from trainer.optimizers.training import TrainingOptimizer, joined, set_lr
 
 _REST = ParameterGroup(pattern="*")
 
@@ -32,7 +32,7 @@ class WidthScale(NamedTuple):
     """The factor on eps; None: the optimizer has an eps of its own."""
 
 
-Partition = Callable[[list[dict[str, Any]]], OwnerOptimizer]
+Partition = Callable[[list[dict[str, Any]]], TrainingOptimizer]
 """Distributes parameter groups over owners (see `OwnerPartition`)."""
 
 
@@ -75,8 +75,7 @@ def build_optimizer(
     rules = {name: rule_of(name)(config, sums, keys, stacked, parts_on) for name in groups}
     optimizer: TrainingOptimizer
     if partition is None:
-        built = [rule.build(groups[name]) for name, rule in rules.items()]
-        optimizer = built[0] if len(built) == 1 else JoinedOptimizer(built)
+        optimizer = joined([rule.build(groups[name]) for name, rule in rules.items()])
     else:
         settings = {name: {"optimizer": rule.build, "whole": rule.hidden_matrices_only} for name, rule in rules.items()}
         optimizer = partition([group | settings[name] for name, members in groups.items() for group in members])

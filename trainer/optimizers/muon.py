@@ -65,7 +65,7 @@ class Muon(TrainingOptimizer):
         Args:
             groups: as for torch's, with names.
             matrices: computes with whole matrices.
-            stacked: how many matrices a parameter has one below the other, by name; others are one.
+            stacked: how many matrices a parameter of two dimensions has one below the other, by name; others are one.
             config: the optimizer's settings.
         """
         is_polar = config.orthogonalization == "polar_express"
@@ -83,7 +83,8 @@ class Muon(TrainingOptimizer):
         self._orthogonal = polar_express if is_polar else newton_schulz
         self._matrices = matrices
         self._stacked = {
-            parameter: stacked.get(name, 1)
+            # Of stacked experts, an owner has those that are on its rank.
+            parameter: parameter.shape[0] if parameter.ndim == 3 else stacked.get(name, 1)
             for group in self.param_groups
             for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True)
         }

@@ -88,10 +88,29 @@ class JoinedOptimizer(TrainingOptimizer):
         for optimizer in optimizers:
             self.state.update(optimizer.state)
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all groups; `closure` is not supported."""
+    def step(self, closure: None = None, **arguments: Any) -> None:  # type: ignore[override]
+        """Update all groups; `arguments` are those of each optimizer's `step`, `closure` is not supported."""
         for optimizer in self._optimizers:
-            optimizer.step()
+            optimizer.step(**arguments)
+
+    def owned(self) -> dict[Parameter, Tensor]:
+        return {parameter: each for optimizer in self._optimizers for parameter, each in optimizer.owned().items()}
+
+    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
+        return {key: each for optimizer in self._optimizers for key, each in optimizer.owned_state(parameter).items()}
+
+    def owned_were_loaded(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.owned_were_loaded()
+
+    def wait(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.wait()
+
+
+def joined(optimizers: Sequence[TrainingOptimizer]) -> TrainingOptimizer:
+    """The optimizers as one."""
+    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
 
 
 class OwnerOptimizer(OwnerPartition, TrainingOptimizer):

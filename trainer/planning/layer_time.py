@@ -325,6 +325,7 @@ class LayerTime:
             "shard": (sizes.fsdp_shard, sizes.tp),
             "expert_shard": (sizes.expert_shard, sizes.tp * sizes.ep),
             "replicas": (sizes.replicas, sizes.tp * sizes.fsdp_shard),
+            "expert_replicas": (sizes.expert_replicas, sizes.tp * sizes.ep * sizes.expert_shard),
             "pp": (sizes.pp, sizes.stage_ranks),
         }[axis]
 

@@ -6,7 +6,7 @@ group, where activations are freed, gradients appear, and checkpointed blocks ar
 those that torch's CUDA build really holds (tests/null_gpu/test_memory.py compares). FSDP shards each parameter by rows,
 so the largest shard is ceil(rows / (dp_shard x cp)) rows, after tensor parallelism has taken its part. Experts are
 first split by expert over `ep`, and are assumed to have equal load. Owners (fsdp.partition) hold the optimizer state of
-whole parameters.
+whole parameters, or of their ranks' experts.
 
 The estimate is of allocated memory, `torch.cuda.max_memory_allocated()`, and is within a few percent of it. A GPU must
 hold more: the CUDA context (about half a GiB), NCCL's communicators, which are counted apart, and what torch's
@@ -135,7 +135,8 @@ def count_communicators(sizes: MeshSizes, by_whole_matrices: bool = False) -> in
     has_experts = sizes.ep > 1
     # Context and expert parallelism have their own; if both are over the same ranks, these share it.
     inside_layers = (sizes.cp > 1) + (has_experts and sizes.ep != sizes.cp)
-    return len(sets - {()}) + inside_layers + (has_experts and sizes.expert_shard > 1)
+    of_experts = sizes.expert_replicas if sizes.by_owner else sizes.expert_shard
+    return len(sets - {()}) + inside_layers + (has_experts and of_experts > 1)
 
 
 def distinct_ranks(config: Config) -> list[int]:
@@ -175,6 +176,10 @@ class Group:
     """Elements on one tensor-parallel rank that have gradients."""
     trained_shard: int
     """Elements of the largest FSDP shard of these."""
+    replicated: int
+    """Elements of these that other ranks hold as well."""
+    part: float
+    """Elements of the part that a rank adds up, if replicas divide the sums among themselves."""
     largest: int
     """Elements of the largest parameter that has a gradient."""
     gathered_bytes: int
@@ -261,6 +266,14 @@ class RankMemory:
         cut = cut_dim(shape, n_shards)
         return ceil(shape[cut] / n_shards) * prod(shape) // shape[cut]
 
+    def is_apart(self, name: str) -> bool:
+        """Whether a parameter is one of experts that ranks share out, and that FSDP shards apart."""
+        return self.sizes.ep > 1 and self.model.is_of_experts(name)
+
+    def _replicas(self, name: str) -> int:
+        """Ranks that hold the same shard of a parameter."""
+        return self.sizes.expert_replicas if self.model.is_of_experts(name) else self.sizes.replicas
+
     @cached_property
     def shards(self) -> dict[str, int]:
         """Elements of each parameter's largest FSDP shard."""
@@ -286,6 +299,8 @@ class RankMemory:
             key,
             trained=sum(elements[name] for name in trained),
             trained_shard=sum(self.shards[name] for name in trained),
+            replicated=sum(self.shards[name] for name in trained if self._replicas(name) > 1),
+            part=sum(self.shards[name] / self._replicas(name) for name in trained),
             largest=max((elements[name] for name in trained), default=0),
             gathered_bytes=sum(
                 n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()
@@ -427,8 +442,7 @@ class RankMemory:
         """Bytes of the group's gradients between two micro-batches; if exact, of a partial sum for each bit of their
         number, which replicas divide among themselves."""
         if self.is_exact:
-            part = ceil(group.trained_shard / self.sizes.replicas) * self.reduce_bytes
-            return (self.micro_batches.bit_length() - 1) * part
+            return (self.micro_batches.bit_length() - 1) * ceil(group.part) * self.reduce_bytes
         return group.trained * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
 
     def _reduced_shard(self, group: Group) -> int:
@@ -466,7 +480,7 @@ class RankMemory:
         An exact reduction also receives as many, and replicas send and receive shards.
         """
         group = self.groups[place]
-        exchanged = group.trained * self.is_sharded + 2 * group.trained_shard * (self.sizes.replicas > 1)
+        exchanged = group.trained * self.is_sharded + 2 * group.replicated
         return (group.trained + exchanged * self.is_exact) * self.reduce_bytes if self.uses_fsdp else 0
 
     def _gathered(self, place: int, ahead: int) -> int:

@@ -1,7 +1,7 @@
 """Bytes of the state that lasts from step to step: the optimizer's on a rank, and what a checkpoint holds of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -24,7 +24,7 @@ def always_frozen(config: Config, model: Skeleton) -> set[str]:
 
 
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
-    """Bytes of optimizer state, for each rank that holds a different part of it.
+    """Bytes of optimizer state, for each rank that holds a different part of it, in order.
 
     What never trains has none. An owner that sends rounded parameters also keeps them in full precision. An owner's
     rule that needs whole matrices (Muon's) has them whole, even if tensor parallelism shards the parameters. What an
@@ -38,21 +38,37 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     model = skeleton(config.model)
     frozen = always_frozen(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
-    owners = assign_owners(elements, total)
+    owners = _owners(sizes, model, elements)
     states: dict[tuple, list[Tensor]] = {}  # of many parameters, few differ
     for name, size in elements.items():
-        if name in frozen:
-            total[owners[name]] += masters * size
-            continue
-        shape = model.shapes[name]
-        whole = sizes.tp if sizes.by_owner and _rule(config, model, name).hidden_matrices_only else 1
-        kind = (shape, model.block_of(name) is None, model.is_of_experts(name))  # what a rule is chosen by
-        if kind not in states:
-            states[kind] = list(_state(config, model, name).values())
-        for tensor in states[kind]:
-            total[owners[name]] += tensor.itemsize * (size * whole if tensor.shape == shape else tensor.numel())
-        total[owners[name]] += masters * size * whole
+        own = masters * size
+        if name not in frozen:
+            shape = model.shapes[name]
+            kind = (shape, model.block_of(name) is None, model.is_of_experts(name))  # what a rule is chosen by
+            if kind not in states:
+                states[kind] = list(_state(config, model, name).values())
+            is_gathered = sizes.by_owner and model.tp_dimension(name) is not None
+            whole = sizes.tp if is_gathered and _rule(config, model, name).hidden_matrices_only else 1
+            own *= whole
+            for tensor in states[kind]:
+                own += tensor.itemsize * (size * whole if tensor.shape == shape else tensor.numel())
+        for owner in owners[name]:
+            total[owner] += own
     return total
+
+
+def _owners(sizes: MeshSizes, model: Skeleton, elements: Mapping[str, int]) -> dict[str, Sequence[int]]:
+    """The ranks with different tokens that own each parameter: several, if each has some of the experts."""
+    if not sizes.by_owner:
+        return {name: [0] for name in elements}
+    apart = {name: size for name, size in elements.items() if sizes.ep > 1 and model.is_of_experts(name)}
+    others = {name: size for name, size in elements.items() if name not in apart}
+    found: dict[str, Sequence[int]] = {}
+    for name, owner in assign_owners(others, [0] * sizes.replicas).items():
+        found[name] = [owner]
+    for name, owner in assign_owners(apart, [0] * sizes.expert_replicas).items():
+        found[name] = range(owner * sizes.ep, (owner + 1) * sizes.ep)
+    return found
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -214,19 +214,19 @@ class _Rank(LayerTime):
     def _traffic(self) -> list[dict[str, tuple[str, float, float]]]:
         """What FSDP gathers and reduces for each group: the axis, the bytes of the whole, and seconds.
 
-        The parts are "gather" and "reduce", of experts apart from the rest under expert parallelism, and "sum", over
-        replicas.
+        The parts are "gather", "reduce" and "sum" (over replicas), of experts apart from the rest under expert
+        parallelism.
         """
         memory = self.memory
         shapes = memory.shapes
         found = []
         for group in memory.groups:
-            apart = [name for name in group.names if memory.model.is_of_experts(name) and self.sizes.ep > 1]
+            apart = [name for name in group.names if memory.is_apart(name)]
             experts = sum(math.prod(shapes[name]) for name in apart)
             all_elements = sum(math.prod(shapes[name]) for name in group.names)
             gathered = group.gathered_bytes - experts * memory.compute_bytes
             trained = group.trained * (1 - experts / max(all_elements, 1))
-            sums = group.trained_shard * memory.reduce_bytes
+            summed_apart = sum(memory.shards[name] for name in apart if name not in memory.frozen)
             each = {
                 "gather": self._of("all_gather", "shard", gathered),
                 "gather_experts": self._of("all_gather", "expert_shard", experts * memory.compute_bytes),
@@ -234,10 +234,16 @@ class _Rank(LayerTime):
                 "reduce_experts": self._of(
                     "reduce_scatter", "expert_shard", (group.trained - trained) * memory.reduce_bytes
                 ),
-                "sum": self._of("all_reduce", "replicas", sums),
+                "sum": self._of("all_reduce", "replicas", (group.trained_shard - summed_apart) * memory.reduce_bytes),
+                "sum_experts": self._of("all_reduce", self._replicas_of_experts, summed_apart * memory.reduce_bytes),
             }
             found.append(each)
         return found
+
+    @property
+    def _replicas_of_experts(self) -> str:
+        """The axis of ranks that hold the same experts."""
+        return "expert_replicas" if self.sizes.by_owner else "replicas"
 
     def _of(self, op: str, axis: str, n_bytes: float) -> tuple[str, float, float]:
         ranks, stride = self.axis(axis)
@@ -247,8 +253,8 @@ class _Rank(LayerTime):
 
     def _seconds_of(self, group: int, what: str) -> float:
         """Seconds of a group's "gather" or "reduce", its experts' and its replicas' included."""
-        parts = {"gather": ("gather", "gather_experts"), "reduce": ("reduce", "reduce_experts", "sum")}[what]
-        return sum(self._traffic[group][part][2] for part in parts)
+        parts = {"gather": ("gather",), "reduce": ("reduce", "sum")}[what]
+        return sum(seconds for part, (_, _, seconds) in self._traffic[group].items() if part.startswith(parts))
 
     def _gathers_again(self, group: int) -> bool:
         """Whether the backward pass gathers a group that the forward pass has freed."""
@@ -348,9 +354,10 @@ class _Rank(LayerTime):
         moved = 2 * (parameters + memory.optimizer) + 4 * parameters
         sent = 0.0
         if self.sizes.by_owner:
-            dtype = self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype
-            whole = elements * BYTES[dtype]
-            sent = self.network.seconds("all_gather", whole, self.sizes.replicas, self.sizes.tp)
+            element = BYTES[self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype]
+            apart = sum(size for name, size in memory.shards.items() if memory.is_apart(name))
+            sent += self.network.seconds("all_gather", (elements - apart) * element, *self.axis("replicas"))
+            sent += self.network.seconds("all_gather", apart * element, *self.axis("expert_replicas"))
         return moved / self.device.memory + sent
 
     def collectives(self) -> list[Collective]:
@@ -372,7 +379,7 @@ class _Rank(LayerTime):
                     if part.startswith("gather"):
                         add("all_gather", axis, size, times * gathered)
                     elif reduces:
-                        add("all_reduce" if part == "sum" else "reduce_scatter", axis, size, times)
+                        add("all_reduce" if part.startswith("sum") else "reduce_scatter", axis, size, times)
         for layer in self.memory.layers:
             for kind in ("forward", "backward", "repeated"):
                 for axis, op, size in self.between(layer, kind):
@@ -405,4 +412,4 @@ class _Rank(LayerTime):
         """Exposed seconds of a step, by axis."""
         parts = self._step
         by_axis = {axis: parts.get(axis, 0.0) for axis in ("tp", "cp", "ep")}
-        return by_axis | dict.fromkeys(("shard", "expert_shard", "replicas"), parts.get("fsdp", 0.0))
+        return by_axis | dict.fromkeys(("shard", "expert_shard", "replicas", "expert_replicas"), parts.get("fsdp", 0.0))

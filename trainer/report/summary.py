@@ -141,7 +141,7 @@ def _types(config: Config) -> str:
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
-    experts = f"\nexperts: ep {sizes.ep} x shard {sizes.expert_shard}" if sizes.ep > 1 else ""
+    experts = f"\nexperts: {sizes.of_experts}" if sizes.of_experts else ""
     mesh = f": {named_axes(sizes.axes)}" if sizes.world_size > 1 else ""
     return f"{sizes.world_size} on {device_name}{mesh}{experts}"
 

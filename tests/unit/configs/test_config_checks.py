@@ -384,8 +384,14 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             'does nothing with training.dtype = "bfloat16" (--training.dtype), only with "float32" or "float64"; ',
         ),
         (
-            "fsdp.partition=owner mesh.cp=2 mesh.ep=2 model.n_experts=4",
-            '--mesh.ep: ep 2 distributes experts over the ranks of dp_shard x cp, but fsdp.partition "owner" keeps',
+            "fsdp.partition=owner mesh.dp_replicate=2 mesh.ep=4 model.n_experts=4",
+            "--mesh.ep: ep 4 does not divide dp_replicate 2 x cp 1 = 2 (2 / 4 = 0.50), the ranks that it distributes "
+            "experts over; set ep to a divisor of 2, or change dp_replicate",
+        ),
+        (
+            "fsdp.partition=owner mesh.dp_shard=4 mesh.ep=2 model.n_experts=4",
+            'partition "owner" needs whole parameters, but dp_shard 4 cuts them (on 4 ranks, dp_replicate 1); '
+            "set mesh.dp_replicate = 4 and mesh.dp_shard = 1",
         ),
         (
             "fsdp.partition=owner fsdp.zero_stage=2",
@@ -452,6 +458,8 @@ def test_a_wrong_combination_is_one_problem(settings, message):
         "training.max_norm=inf training.norm_type=inf",
         "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 mesh.dp_replicate=2",
         "fsdp.partition=owner optimizer.name=muon optimizer.momentum=0.9",
+        "fsdp.partition=owner mesh.dp_replicate=4 mesh.ep=2 model.n_experts=4",
+        "fsdp.partition=owner mesh.cp=2 mesh.ep=2 model.n_experts=4",
         "fsdp.partition=owner mesh.tp=2 mesh.cp=2 optimizer.name=muon",
         "model.n_experts=4 mesh.ep=2 optimizer.name=muon",
         "mesh.cp=2 mesh.tp=2 training.seq_len=40",

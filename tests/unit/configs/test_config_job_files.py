@@ -55,7 +55,7 @@ HARDWARE |= {"qwen3_next_80b_a3b": 64}
 @pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)
 def test_every_job_file_is_valid(file):
     config = load(str(file)).config
-    load(str(file), world_size=smallest_world_size(config.mesh))
+    load(str(file), world_size=smallest_world_size(config))
     assert config.job.name == file.stem
     assert file.read_text().startswith("#:schema ./schema.json\n")
 

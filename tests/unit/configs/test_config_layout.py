@@ -31,7 +31,7 @@ def test_sizes_multiply_to_the_world_size_or_are_refused(dp_replicate, dp_shard,
         sizes = mesh_sizes(config_with(mesh), world_size)
         assert sizes == MeshSizes(dp_replicate, possible[0], tp)
         assert (sizes.world_size, sizes.dp) == (world_size, world_size // tp)
-        assert world_size >= smallest_world_size(mesh)
+        assert world_size >= smallest_world_size(config_with(mesh))
     else:
         with pytest.raises(ConfigError, match="cannot form the mesh"):
             mesh_sizes(config_with(mesh), world_size)
@@ -56,9 +56,19 @@ def test_layer_numbers():
 @given(SIZES, SIZES, SIZES, st.integers(1, 4))
 def test_the_smallest_mesh_can_share_the_experts_out(cp, tp, ep, multiple):
     mesh = Mesh(cp=cp, tp=tp, ep=ep)
-    smallest = smallest_world_size(mesh)
+    smallest = smallest_world_size(config_with(mesh))
     fewer = [shards * cp * tp for shards in range(1, smallest // (cp * tp)) if shards * cp % ep == 0]
     assert not fewer
     sizes = mesh_sizes(config_with(mesh), multiple * smallest)
     assert sizes.ep * sizes.expert_shard == sizes.dp_shard * cp
     assert sizes.world_size == multiple * smallest
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_owners_share_the_experts_out_over_all_ranks_with_different_tokens(owners, cp, tp, ep):
+    config = config_with(Mesh(dp_replicate=owners * ep, cp=cp, tp=tp, ep=ep))
+    config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"partition": "owner"})})
+    sizes = mesh_sizes(config, smallest_world_size(config))
+    assert sizes.world_size == owners * ep * cp * tp
+    assert (sizes.fsdp_shard, sizes.expert_shard) == (1, 1)
+    assert (sizes.replicas, sizes.expert_replicas) == (owners * ep * cp, owners * cp)

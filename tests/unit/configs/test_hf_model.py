@@ -67,8 +67,8 @@ def test_another_architecture_replaces_the_table_of_the_base(folder):
         (["--mesh.pp", "4"], "--mesh.pp: pp 4 = 4 stages are more than n_layers 2"),
         (["--mesh.dp_shard", "2", "--mesh.ep", "4"], "--mesh.ep: ep 4 does not divide dp_shard 2 x cp 1 = 2 (2 / 4 ="),
         (
-            ["--mesh.ep", "2", "--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"],
-            "--mesh.ep: ep 2 distributes experts over the ranks of dp_shard x cp, but fsdp.partition",
+            ["--mesh.ep", "4", "--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"],
+            "--mesh.ep: ep 4 does not divide dp_replicate 2 x cp 1 = 2 (2 / 4 = 0.50), the ranks that it distributes",
         ),
         (["--attention.backend", "flash2"], "--attention.backend: the kernel is chosen in Keel's own attention"),
         (["--float8.recipe", "rowwise", "--float8.emulate", "true"], "--float8.recipe: float8 matmuls replace"),

@@ -37,6 +37,22 @@ def test_every_small_mesh_is_built():
     assert built == 175
 
 
+def test_owners_hold_the_experts_of_their_rank_of_ep():
+    sizes = MeshSizes(dp_replicate=4, dp_shard=1, tp=2, cp=2, pp=2, ep=4, by_owner=True)
+    with on_gpus(sizes, rank=5) as mesh:
+        ranks = {axis: dist.get_process_group_ranks(group) for axis, group in groups_of_axes(mesh).items()}
+        assert mesh.place(5) == {"replicas": 2, "shard": 0, "expert_replicas": 0, "expert_shard": 0, "ep": 2, "tp": 1}
+    assert ranks["ep"] == [1, 3, 5, 7]
+    assert ranks["expert_replicas"] == [5, 13]
+    assert ranks["replicas"] == ranks["tokens"] == list(range(1, 16, 2))
+    used = {tuple(ranks[axis]) for axis in ("pp", "tokens", "tp", "cp", "ep", "expert_replicas")}
+    assert count_communicators(sizes) == len(used) + 1  # and all ranks
+    alone = MeshSizes(dp_replicate=4, dp_shard=1, tp=1, ep=4, by_owner=True)
+    with on_gpus(alone, rank=2) as mesh:
+        assert mesh.expert_fsdp.get_group(0).size() == 1
+    assert count_communicators(alone) == 2
+
+
 @contextmanager
 def on_gpus(sizes, rank):
     """The mesh of one rank of GPUs that do not exist: every group is a fake, whatever backend it asks for."""

@@ -101,6 +101,9 @@ def test_a_row_of_techniques_is_one_mesh():
     keys = dict(zip(row.overrides[::2], row.overrides[1::2], strict=True))
     assert (row.ranks, keys["--mesh.dp_shard"], keys["--mesh.ep"]) == (4, "4", "2")
     assert keys["--training.micro_batch_size"] == "2"  # 16 / (4 ranks x 2)
+    row = row_of((by_name["owner 2"], by_name["EP 2"]), batch=16)
+    keys = dict(zip(row.overrides[::2], row.overrides[1::2], strict=True))
+    assert (row.ranks, keys["--mesh.dp_replicate"], keys["--mesh.dp_shard"], keys["--mesh.ep"]) == (4, "4", "1", "2")
 
 
 def test_differences_are_relative_and_a_nan_is_one():
