@@ -160,6 +160,11 @@ class LayerTime:
             for each in self.matrices(layer)
         )
 
+    def _shared_experts(self, layer: int, kind: str) -> float:
+        """Seconds of a layer's shared experts in a pass."""
+        names = [each.name for each in self.matrices(layer) if ".shared_experts." in each.name]
+        return self._forward_products(layer, names) * (2 if kind == "backward" else 1)
+
     def _casts(self, layer: int) -> tuple[float, float]:
         """Seconds in which operands become float8: a pass for the scale and one for the cast, forward and backward."""
         chosen = [each for each in self.matrices(layer) if each.is_float8]
@@ -311,6 +316,8 @@ class LayerTime:
                 found[axis] += _ROUTE / 2
         if self.config.comm.async_tp and found["tp"]:
             found["tp"] = max(found["tp"] / self.sizes.tp, found["tp"] - beside["products"])
+        if self.config.expert.exchange == "buffers" and found["ep"]:
+            found["ep"] -= min(found["ep"] / 2, self._shared_experts(layer, kind))  # of two exchanges, beside the first
         if self.config.context.method == "ring" and found["cp"] and "attention" in beside:
             found["cp"] = max(0.0, found["cp"] - beside["attention"])
         return found

@@ -7,12 +7,13 @@ from statistics import median
 import pytest
 
 from configs.errors import UserError
+from configs.layout import mesh_sizes
 from configs.load import load
 from scripts import plan
 from tests.published.compare import compared, rank_correlation
 from trainer.planning.by_stage import run_time
 from trainer.planning.devices import Link, Network, device_named, known_devices
-from trainer.planning.layer_time import RAMP
+from trainer.planning.layer_time import RAMP, LayerTime
 from trainer.planning.step_time import estimate_step
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.planning.traffic import trace_step
@@ -134,6 +135,21 @@ def test_collectives_have_the_bytes_that_a_traced_step_has(name, words):
     assert found.keys() == large.keys()
     for kind, n_bytes in large.items():
         assert found[kind] == pytest.approx(n_bytes, rel=1e-3), kind
+
+
+def test_shared_experts_hide_what_they_can_of_the_rows_way_there():
+    def exposed(exchange: str, kind: str) -> float:
+        config = job("deepseek_moe_16b.toml", 8, f"{SMALL} --mesh.ep 8 {exchange}")
+        return LayerTime(config, mesh_sizes(config, 8), H100, gpus_per_host=8, place=0)._exposed(1, kind, {})["ep"]
+
+    buffers = "--expert.exchange buffers --expert.buffer_factor 1"
+    whole = exposed("", "backward")  # without waiting for the sizes
+    tokens, dim, inner = 512, 2048, 2 * 1408
+    moved = 2 * (tokens * (dim + inner) + dim * inner)
+    product = max(2 * tokens * dim * inner / H100.products, moved / H100.memory) + RAMP
+    assert exposed(buffers, "forward") == pytest.approx(whole - min(3 * product, whole / 2))
+    assert exposed(buffers, "backward") == pytest.approx(whole - min(6 * product, whole / 2))
+    assert 3 * product < whole / 2
 
 
 def test_more_recomputation_takes_longer():
