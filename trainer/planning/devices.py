@@ -1,7 +1,7 @@
 """Rates of GPUs and of the links between them: `configs/rates/devices.toml`, which has the sources."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from math import ceil, log
 from pathlib import Path
@@ -135,6 +135,8 @@ def _device_of(file: Path) -> Device:
     try:
         table = tomli.loads(file.read_text())
         (name,) = table["devices"]
+        if missing := [each.name for each in fields(Device) if each.name not in {"name", *table["devices"][name]}]:
+            raise UserError(f"--device {file} lacks {', '.join(missing)}; write it again by keel plan --calibrate")
         return _device(name, table)
     except OSError as error:
         raise UserError(f"--device {file} can't be read: {error.strerror}") from None

@@ -64,7 +64,15 @@ def test_a_job_is_planned_for_a_file_as_for_a_name(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "can't be read: No such file"), ("[devices", "no file that"), ('[devices.a]\ntitle = "x"', "no file that")],
+    [
+        (None, "can't be read: No such file"),
+        ("[devices", "no file that"),
+        ("[devices]\na = 1", "no file that"),
+        (
+            row_text(MEASURED, []).partition("[devices.calibrated.delta]")[0],
+            "mine.toml lacks delta; write it again by keel plan",
+        ),
+    ],
 )
 def test_a_file_that_is_no_row_is_one_message(tmp_path, text, said):
     file = tmp_path / "mine.toml"
