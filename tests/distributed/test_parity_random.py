@@ -65,6 +65,13 @@ def test_no_draw_takes_the_sign_of_rounding():
         assert "optimizer.cautious_weight_decay" not in keys
 
 
+def test_no_draw_in_float64_enlarges_rounding():
+    """By lr / eps, at most 1e4: to 1e-12 of a gradient's 1e-16."""
+    drawn = [each for each in (draw(5, number) for number in range(400)) if not each.is_exact]
+    assert {each.keys["optimizer.lr"] for each in drawn} == {1e-3, 1e-2}
+    assert max(each.keys["optimizer.lr"] / each.keys["optimizer.eps"] for each in drawn) <= 1e4
+
+
 def test_a_draw_is_repeated_by_its_command(monkeypatch):
     tried = []
     monkeypatch.setattr(parity, "run_one", lambda config, drawn: tried.append((config, drawn)) or 0)

@@ -3,9 +3,10 @@
     python -m tests.peers [JOB] --litgpt PYTHON --transformers PYTHON --torchtitan PYTHON --json peers.json
 
 All train a Llama of the same shape on random tokens: the same tokens per step, types and settings of AdamW, one
-process. Each is its project's own training step (`NAME_adapter.py` says what it brings along), eager and
-compiled. Compiled, a process begins twice, each time until its first step is done: with an empty cache of compiled
-code, then with what the first has left there. The second then takes turns with the others.
+process. transformers also trains other families, such as Qwen3. Each is its project's own training step
+(`NAME_adapter.py` says what it brings along), eager and compiled. Compiled, a process begins twice, each time until its
+first step is done: with an empty cache of compiled code, then with what the first has left there. The second then takes
+turns with the others.
 """
 
 import argparse
@@ -16,17 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checkpoint.export.hf_config import hf_class_of, to_hf
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import ConfigError, KeelError, UserError
+from configs.exportable import not_exportable
 from configs.load import load
-from configs.schema import Config
+from configs.schema import Config, is_described
 from scripts.benchmarks.turns import ratios, spread, take_turns
 from scripts.command import without_overrides
 from tests.peers.serve import LACKING
@@ -86,6 +89,7 @@ def measure(
         KeelError: the job is not valid, an interpreter lacks a package, or a framework failed.
     """
     config = load(config_name, overrides, world_size=1).config
+    _require_same_model(config, pythons)
     job = _job(config) | {"file": config_name, "overrides": list(overrides)}
     chosen = {**dict.fromkeys(OURS, sys.executable), **pythons}
     for name, python in pythons.items():
@@ -141,11 +145,22 @@ class _Ratio:
         return cls(ratios(bare.seconds, row.seconds), ratios(bare.cpu_seconds, row.cpu_seconds))
 
 
+def _require_same_model(config: Config, frameworks: Iterable[str]) -> None:
+    model = config.model
+    if not is_described(model):
+        raise ConfigError('model.architecture: not every framework has the same; it must be "llama"')
+    if reason := not_exportable(model):
+        raise ConfigError(f"[model]: transformers has no such model: {reason}")
+    others = [f"--{name}" for name in frameworks if name != "transformers"]
+    if others and hf_class_of(model).model_type != "llama":
+        raise ConfigError(f"{', '.join(others)}: trains Llama here, not {hf_class_of(model).name}; leave it out")
+
+
 def _job(config: Config) -> dict[str, Any]:
     """What every framework is told, in plain words."""
     model, training, optimizer = config.model, config.training, config.optimizer
+    assert is_described(model)
     unlike = {
-        "model.architecture": model.architecture != "llama",
         "model.rope_scaling": model.rope_scaling is not None,
         "training.dtype": training.dtype != "float32",
         "optimizer.name": optimizer.name != "adamw",
@@ -155,6 +170,7 @@ def _job(config: Config) -> dict[str, Any]:
     if keys := [key for key, is_set in unlike.items() if is_set]:
         raise ConfigError(f"{', '.join(keys)}: not every framework has the same; leave it at its default")
     return {
+        "hf_config": to_hf(model, "float32", training.seq_len, None, None),
         "dim": model.dim,
         "n_layers": model.n_layers,
         "n_heads": model.n_heads,

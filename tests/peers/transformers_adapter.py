@@ -1,4 +1,4 @@
-"""A job in the transformers Trainer: `LlamaForCausalLM` and `TrainingArguments`, on random tokens.
+"""A job in the transformers Trainer: the class of an export of its model, and `TrainingArguments`, on random tokens.
 
 It keeps all logits in float32, and its Trainer (with accelerate) prepares each batch one step ahead.
 """
@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 
 def version() -> str:
@@ -45,24 +45,8 @@ def train(job: dict[str, Any], after_step: Callable[[], None]) -> None:
         disable_tqdm=True,
     )
     data, callback = _Windows(job), _AfterStep(after_step)
-    Trainer(LlamaForCausalLM(_shape(job)), arguments, train_dataset=data, callbacks=[callback]).train()
-
-
-def _shape(job: dict[str, Any]) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=job["dim"],
-        num_hidden_layers=job["n_layers"],
-        num_attention_heads=job["n_heads"],
-        num_key_value_heads=job["n_kv_heads"],
-        head_dim=job["head_dim"],
-        intermediate_size=job["ffn_dim"],
-        vocab_size=job["vocab_size"],
-        max_position_embeddings=job["seq_len"],
-        rope_parameters={"rope_type": "default", "rope_theta": job["rope_theta"]},
-        rms_norm_eps=job["norm_eps"],
-        tie_word_embeddings=job["tie_embeddings"],
-        use_cache=False,
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job["hf_config"], use_cache=False))
+    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
 
 
 class _AfterStep(TrainerCallback):

@@ -184,6 +184,7 @@ def test_keel_and_the_bare_loop_take_turns_as_processes(tmp_path):
         (["--litgpt", sys.executable], f"--litgpt: {sys.executable} lacks a package that is needed: No module named"),
         (["--litgpt", "/nowhere/python"], "--litgpt: /nowhere/python can't be started (No such file or directory)"),
         (["--optimizer.name", "muon", "--fsdp.partition", "owner"], "optimizer.name: not every framework has the same"),
+        (["--model.qk_norm", "head", "--litgpt", "python"], "--litgpt: trains Llama here, not Qwen3ForCausalLM; leave"),
     ],
 )
 def test_what_cannot_be_compared_is_a_message(words, message):
