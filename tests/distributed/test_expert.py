@@ -119,6 +119,7 @@ ODD = MOE | {"model.n_experts": 8, "model.n_dense_layers": 1, "model.expert_dim"
 ODD |= {f"training.{key}": "float32" for key in ("dtype", "compute_dtype", "reduce_dtype")}
 
 
+@pytest.mark.slow
 def test_buffers_have_the_bits_of_uneven_splits_at_any_width(ranks):
     """Experts whose elements fill no whole vectors of a CPU, which computes a tensor's last elements otherwise."""
     mesh = {"mesh.ep": 2, "mesh.dp_shard": 2}

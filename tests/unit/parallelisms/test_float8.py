@@ -186,6 +186,7 @@ def test_one_layer_has_the_second_implementations_bits(torchao, recipe, dtype):
     assert 0.01 < error < 0.06  # two factors of 3 bits: each is off by 2 ** -4 at most, 0.026 in the mean square
 
 
+@pytest.mark.slow
 def test_a_run_in_8_bits_is_said_resumed_and_exported_in_full_precision(torchao, tmp_path, capsys):
     words = (*EMULATED, "--checkpoint.interval", "10", "--training.steps")
     assert launch_here(tmp_path / "whole", *words, "20") == 0

@@ -96,6 +96,7 @@ training = { seq_len = 1024, global_batch_size = 1 }
 """
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_is_that_of_every_stage_that_is_reached(tmp_path, capsys, monkeypatch):
     (tmp_path / "staged.toml").write_text(STAGED)
     job = (str(tmp_path / "staged.toml"), "--mesh.tp", "2", "--mesh.dp_shard", "1")

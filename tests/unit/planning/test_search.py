@@ -67,7 +67,7 @@ def test_a_part_of_a_block_is_not_below_its_share():
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
     [
-        ("debug.toml", 4, ()),
+        pytest.param("debug.toml", 4, (), marks=pytest.mark.slow),
         ("moe_debug.toml", 2, ()),
         ("debug.toml", 2, ("--compile.enable", "false", "--training.reduction", "exact")),
         ("debug.toml", 8, ("--float8.recipe", "rowwise", "--fsdp.zero_stage", "1")),
