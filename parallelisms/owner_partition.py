@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
@@ -72,17 +73,21 @@ def assign_owners(sizes: Mapping[Name, int], loads: Sequence[int]) -> dict[Name,
     return owners
 
 
-def by_holders(groups: Iterable[Mapping[str, Any]]) -> dict[dist.ProcessGroup, list[dict[str, Any]]]:
+def by_holders(
+    groups: Iterable[Mapping[str, Any]], all_ranks: dist.ProcessGroup
+) -> dict[dist.ProcessGroup, list[dict[str, Any]]]:
     """Divide parameter groups by the ranks that hold the same parameters: under expert parallelism, experts are apart.
 
     Args:
         groups: with names; FSDP has replicated their parameters, over `Mesh.fsdp` or `Mesh.expert_fsdp`.
+        all_ranks: hold the parameters that no technique has sharded or replicated, on a single rank.
     """
     found: dict[dist.ProcessGroup, list[dict[str, Any]]] = defaultdict(list)
     for group in groups:
         members: dict[dist.ProcessGroup, list[tuple[str, Parameter]]] = defaultdict(list)
         for name, parameter in group["params"]:
-            members[parameter.device_mesh.get_group(0)].append((name, parameter))
+            ranks = parameter.device_mesh.get_group(0) if isinstance(parameter, DTensor) else all_ranks
+            members[ranks].append((name, parameter))
         for ranks, named in members.items():
             found[ranks].append({**group, "params": named})
     return found

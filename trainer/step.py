@@ -446,7 +446,7 @@ def _optimizer(
 
     def assign_owners(groups: list[dict[str, Any]]) -> TrainingOptimizer:
         partitions = []
-        for ranks, members in by_holders(groups).items():
+        for ranks, members in by_holders(groups, mesh.tokens.get_group()).items():
             partition = OwnerOptimizer(members, ranks, getattr(torch, dtype) if dtype else None)
             for stage in stages:
                 partition.overlap_forward(stage)
