@@ -115,7 +115,6 @@ def run(by, overrides):
             "full checkpointing",
             "checkpointing of every second block",
             "documents",
-            "Muon",
         ],
         long=[
             "nothing repeated, compiled",

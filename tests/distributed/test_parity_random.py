@@ -66,10 +66,10 @@ def test_no_draw_takes_the_sign_of_rounding():
 
 
 def test_no_draw_in_float64_enlarges_rounding():
-    """By lr / eps, at most 1e4: to 1e-12 of a gradient's 1e-16."""
+    """By lr / eps, at most 100; a gradient's rounding has been 1e-13, of Gated DeltaNet."""
     drawn = [each for each in (draw(5, number) for number in range(400)) if not each.is_exact]
     assert {each.keys["optimizer.lr"] for each in drawn} == {1e-3, 1e-2}
-    assert max(each.keys["optimizer.lr"] / each.keys["optimizer.eps"] for each in drawn) <= 1e4
+    assert max(each.keys["optimizer.lr"] / each.keys["optimizer.eps"] for each in drawn) <= 100 * (1 + 1e-9)
 
 
 def test_a_draw_is_repeated_by_its_command(monkeypatch):
