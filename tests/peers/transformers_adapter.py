@@ -45,7 +45,7 @@ def train(job: dict[str, Any], after_step: Callable[[], None]) -> None:
         disable_tqdm=True,
     )
     data, callback = _Windows(job), _AfterStep(after_step)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job["hf_config"], use_cache=False))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job["hf_config"] | {"use_cache": False}))
     Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
 
 
