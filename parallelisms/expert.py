@@ -63,8 +63,8 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, buffer_factor: flo
 def keep_shared_experts_between(config: Config, mesh: Mesh) -> dict[str, Any]:
     """The compiler's settings with which the shared experts stay between the beginning and the end of an exchange.
 
-    Inductor reorders a block's operations to save memory. Nothing would be left between the beginning of an exchange and
-    its end.
+    Inductor reorders a block's operations to save memory. It would leave nothing between the beginning of an exchange
+    and its end.
     """
     model = config.model
     has_shared_experts = is_described(model) and model.n_shared_experts > 0
