@@ -244,6 +244,9 @@ class Optimizer(Table):
     polar_express: each the best after those before it, which come closer to 1 (Amsel et al. 2025)."""
     split_heads: Annotated[bool, only_with("name", "muon")] = False
     """Orthogonalize the rows of each head of q_proj, k_proj and v_proj by themselves."""
+    qk_clip: PositiveFloat | None = None
+    """Largest attention logit. A head above it has the weights of its queries and keys scaled down after the step
+    (QK-clip, Kimi K2, 2025, which takes 100); not set: logits are not computed."""
     slow_beta: Annotated[float, Field(gt=0, lt=1), only_with("name", "ademamix")] = 0.9999
     """Decay rate of AdEMAMix's slow average."""
     slow_weight: Annotated[NonNegativeFloat, only_with("name", "ademamix")] = 5.0

@@ -62,6 +62,22 @@ class Attention(nn.Module):
         out = self.attend(q, k, v, mask).transpose(1, 2).flatten(2)
         return self.o_proj(out if self.gate_proj is None else out * self.gate_proj(x).sigmoid())
 
+    def row_factors(self, factors: Tensor) -> dict[str, Tensor]:
+        """What the rows of parameters are multiplied by so that each head's logits are multiplied by `factors`.
+
+        Queries and keys take a root each. Keys that several heads share stay as they are.
+
+        Args:
+            factors: (n_heads,).
+
+        Returns:
+            (rows,) by the parameter's name.
+        """
+        is_shared = self.k_proj.out_features < self.q_proj.out_features
+        rows = (factors if is_shared else factors.sqrt()).repeat_interleave(self.head_dim)
+        of_queries = {f"q_proj.{name}": rows for name, _ in self.q_proj.named_parameters()}
+        return of_queries if is_shared else of_queries | {name.replace("q_", "k_"): rows for name in of_queries}
+
     def _normed(self, x: Tensor, norm: Callable[[Tensor], Tensor], heads: tuple[int, ...]) -> Tensor:
         """x: (batch, seq, heads * head_dim) -> (batch, seq, heads, head_dim), normed."""
         return norm(x.view(heads)) if self.norms_heads else norm(x).view(heads)
@@ -123,6 +139,17 @@ class LatentAttention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
         out = self.attend(q, k, v, mask)[..., : latent.value_head_dim]
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def row_factors(self, factors: Tensor) -> dict[str, Tensor]:
+        """As of `Attention`; the keys' rotated features are the same for all heads, and stay as they are."""
+        latent = self.latent
+        root = factors.sqrt()[:, None]
+        n_values = latent.value_head_dim
+        plain = root.expand(-1, self.plain_dim)
+        queries = torch.cat((plain, factors[:, None].expand(-1, latent.rope_head_dim)), 1)
+        keys_values = torch.cat((plain, torch.ones_like(root).expand(-1, n_values)), 1)
+        of_queries = "q_b_proj.weight" if latent.query_rank else "q_proj.weight"
+        return {of_queries: queries.flatten(), "kv_b_proj.weight": keys_values.flatten()}
 
     def _queries(self, x: Tensor) -> Tensor:
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.latent.query_rank else self.q_proj(x)

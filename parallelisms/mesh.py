@@ -95,6 +95,10 @@ class Mesh:
         """Element-wise sum over all ranks, in place."""
         return _reduced(tensor, None)
 
+    def max_over_stage(self, tensor: Tensor) -> Tensor:
+        """Element-wise maximum over the ranks of this pipeline stage, in place."""
+        return _reduced(tensor, self.stage.get_group(), dist.ReduceOp.MAX)
+
     def max_over_all(self, tensor: Tensor) -> Tensor:
         """Element-wise maximum over all ranks, in place."""
         return _reduced(tensor, None, dist.ReduceOp.MAX)

@@ -18,6 +18,7 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.attention.backend import apply_attention_backend
 from parallelisms.attention.context import apply_context_parallel
 from parallelisms.attention.delta import apply_delta_backend
+from parallelisms.attention.logits import note_logits
 from parallelisms.compile import apply_compile, compiler_options
 from parallelisms.expert import apply_expert_parallel, keep_shared_experts_between
 from parallelisms.float8 import apply_float8, choice_of
@@ -47,6 +48,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
             apply_expert_parallel(stage, mesh.ep, buffer_factor(config.expert))
         if mesh.sizes.cp > 1:
             apply_context_parallel(stage, mesh.cp, config.context.method, config.attention.backend)
+        if config.optimizer.qk_clip:
+            note_logits(stage, mesh, config)
         apply_load_balance(stage, mesh, config)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:

@@ -111,6 +111,7 @@ def draw(seed: int, number: int) -> Draw:
     run |= _some(dice, 0.15, {"model.multi_token": f"{{depth = {dice.choice((1, 2))}, loss_weight = 0.5}}"})
     run |= _with_states(dice, run)
     run |= _mup(dice, run)
+    run |= _qk_clip(dice, run)
     # A token that sees itself alone: the gradients of queries and keys are rounding, which differs with the mesh; signs
     # and Muon's directions enlarge it.
     if run.get("model.window") == 1 and (_takes_signs(run) or run.get("optimizer.name") == "muon"):
@@ -214,6 +215,13 @@ def _mup(dice: random.Random, run: Keys) -> Keys:
         return {}
     keys: Keys = {"model.mup_base_dim": dice.choice((8, 16, 30, 100))}
     return keys | _some(dice, 0.4, {"model.mup_base_head_dim": dice.choice((1, 3, 16))})
+
+
+def _qk_clip(dice: random.Random, run: Keys) -> Keys:
+    """Sometimes a limit of the logits, which first weights are below or above."""
+    if "model.qk_norm" in run:
+        return {}
+    return _some(dice, 0.25, {"optimizer.qk_clip": dice.choice((1e-4, 1e-3, 0.05))})
 
 
 def _data(dice: random.Random) -> Keys:

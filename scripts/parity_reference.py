@@ -29,6 +29,7 @@ from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
 from scripts.parity_further import FurtherTokens
+from scripts.parity_logits import LargestLogits
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate_of
 from trainer.optimizers.rule import rule_of
@@ -86,6 +87,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         targets = torch.cat([batch.targets for batch in micro_batches])
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
         choices = _Choices(model, config)
+        largest_logits = LargestLogits(model)
         further = FurtherTokens(model, config)
         if document_ids:
             logits = each_document_alone(model, tokens, torch.cat(document_ids))
@@ -106,6 +108,9 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_of(RunStage(Border(), config), step + 1) * group["lr_scale"]
             optimizer.step()
+        if config.optimizer.qk_clip:
+            largest_logits.clip(config.optimizer.qk_clip)
+        largest_logits.stop()
         choices.move_biases()
         model.zero_grad()
         found.losses.append(loss.item())
@@ -139,15 +144,16 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def buffers_of(models: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
-    """The buffers of a model or of its stages, by name, without the counters of its routers.
+    """The buffers of a model or of its stages, by name, without what its routers and attention modules note.
 
-    The counters are of the tokens that a rank has seen, and a step ends by taking and zeroing them.
+    Notes are of the tokens that a rank has seen, and a step ends by taking and zeroing them.
     """
     found: dict[str, Tensor] = {}
     for model in models:
         counters = {
             f"{router}.{name}" for router in plan_of(model).routers for name in ("tokens_per_expert", "entropy")
         }
+        counters |= {f"{attention}.attend.largest" for attention in plan_of(model).attention}
         found |= {name: buffer for name, buffer in model.named_buffers() if name not in counters}
     return found
 

@@ -63,6 +63,7 @@ from trainer.optimizers.build import (
     set_groups,
     skips_on_device,
 )
+from trainer.optimizers.qk_clip import QkClip
 from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer, joined
 from trainer.planning.least_recomputation import chosen, least_recomputation
 
@@ -85,6 +86,8 @@ class Learner:
     """Kept as [average] says; None: no average."""
     loss: CrossEntropy
     load_balance: LoadBalance
+    qk_clip: QkClip | None
+    """Scales the weights of queries and keys whose logits were too large; None: they are left alone."""
     further_losses: FurtherLosses
     guard: OrderGuard
     frozen_until: dict[str, float]
@@ -196,6 +199,9 @@ class Learner:
         Until then, `state` is the last step's.
         """
         with self.guard.watch(), named_range("update"):
+            if self.qk_clip:
+                # The maximum over the ranks of a pipeline stage.
+                self.qk_clip.begin_update(step.skip)
             self.optimizer.update(step, lr)
         self.guard.finish_step()
         self.finish(step.skip)
@@ -231,7 +237,18 @@ class Learner:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
         self.optimizer.zero_grad(set_to_none=True)
         self.load_balance.finish_step(skip)
+        if self.qk_clip:
+            self.qk_clip.finish_step()
         self.further_losses.finish_step()
+
+    def measure(self) -> dict[str, Any]:
+        """What the last step says of the model's own mechanisms, by key of `StepMetrics`; all ranks must call it."""
+        balance = self.load_balance.measure()
+        return {
+            **(vars(balance) if balance else {}),
+            "multi_token_losses": self.further_losses.measure(),
+            "max_attention_logit": self.qk_clip.measure() if self.qk_clip else None,
+        }
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
         """Evaluate this rank's share: (sum of cross-entropy, valid tokens, their bytes of text), float64, (3,).
@@ -357,7 +374,11 @@ def assemble_learner(
     reductions = {number: sums.reduction(stage) for number, stage in stages.items()}
     set_scales = gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
-    optimizer = _optimizer(config, mesh, list(stages.values()), model_names, [each.optimizer for each in later])
+    limit = config.optimizer.qk_clip
+    qk_clip = QkClip(limit, stages, config.model.n_heads, mesh) if limit else None
+    optimizer = _optimizer(
+        config, mesh, list(stages.values()), model_names, [each.optimizer for each in later], qk_clip
+    )
     optimizer.max_norm = config.training.max_norm
     optimizer.skips_on_device = skips_on_device(config, mesh.device)
 
@@ -386,6 +407,7 @@ def assemble_learner(
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
         load_balance=LoadBalance(stages, config, mesh),
+        qk_clip=qk_clip,
         further_losses=FurtherLosses(stages.values(), config, mesh),
         buffers=_buffers(stages.values(), config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
@@ -431,7 +453,12 @@ def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> 
 
 
 def _optimizer(
-    config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str], later: Sequence[Optimizer]
+    config: Config,
+    mesh: Mesh,
+    stages: Sequence[nn.Module],
+    model_names: Sequence[str],
+    later: Sequence[Optimizer],
+    qk_clip: QkClip | None,
 ) -> TrainingOptimizer:
     """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
     sums = sums_of(config.training)
@@ -439,7 +466,15 @@ def _optimizer(
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     hidden = _hidden_matrices(stages, config)
     scales = width_scales(config, hidden)
-    build = partial(build_optimizer, config.optimizer, named_parameters, hidden, later=later, width_scales=scales)
+    build = partial(
+        build_optimizer,
+        config.optimizer,
+        named_parameters,
+        hidden,
+        later=later,
+        width_scales=scales,
+        after_step=qk_clip.scale if qk_clip else None,
+    )
     if config.fsdp.partition == "rows":
         return build(None, model_names, sums, seed, mesh)
     dtype = config.fsdp.owner_broadcast_dtype

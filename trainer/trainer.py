@@ -355,12 +355,11 @@ class Trainer:
     def _log(self, result: StepResult, validation: ValidationResult | None) -> None:
         step = self.run.step
         with self.watch.phases.measure(Phase.OTHER):
-            balance = self.learner.load_balance.measure()
-            further_losses = self.learner.further_losses.measure()
+            of_model = self.learner.measure()
             memory = self.memory()
         details = None if result.details is None else self.details.read(result.details)
         incidents = self.progress.take_incidents()
-        measured = (memory, validation, balance, further_losses, self.watch.take_lag(), details, incidents)
+        measured = (memory, validation, of_model, self.watch.take_lag(), details, incidents)
         lr = self._learning_rate(step)
         frozen = self.learner.frozen(step - 1)
         self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.watch.grace.has_begun)

@@ -62,6 +62,19 @@ def _split_heads(config: Config, _: int | None) -> Iterator[Problem]:
     yield "optimizer.split_heads", f"{what}; leave it out"
 
 
+def _qk_clip(config: Config, _: int | None) -> Iterator[Problem]:
+    model = config.model
+    if config.optimizer.qk_clip is None:
+        return
+    if not is_described(model):
+        what = f'Keel does not know which weights of architecture "{model.architecture}" queries and keys come from'
+    elif model.qk_norm != "none":
+        what = f'model.qk_norm = "{model.qk_norm}" norms queries and keys, whatever the scale of their weights'
+    else:
+        return
+    yield "optimizer.qk_clip", f"{what}; leave it out"
+
+
 def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
     schedule = config.lr_schedule
     if (schedule.total_steps is None) == (schedule.total_tokens is None):
@@ -97,4 +110,4 @@ def _exact(config: Config, _: int | None) -> Iterator[Problem]:
         yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
 
 
-RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _split_heads, _lr_schedule, _average, _exact)
+RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _split_heads, _qk_clip, _lr_schedule, _average, _exact)

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.part import part_of
 from parallelisms.sums import Sums, sums_of
 from trainer.kernels.keyed import key_of
-from trainer.optimizers.rule import rule_of
+from trainer.optimizers.rule import Rule, rule_of
 from trainer.optimizers.training import TrainingOptimizer, joined, set_lr
 
 _REST = ParameterGroup(pattern="*")
@@ -47,6 +48,7 @@ def build_optimizer(
     mesh: Mesh | None = None,
     later: Sequence[Optimizer] = (),
     width_scales: Mapping[str, WidthScale] | None = None,
+    after_step: Callable[..., None] | None = None,
 ) -> TrainingOptimizer:
     """Build the optimizer that the config names, with its state, all zero.
 
@@ -63,6 +65,7 @@ def build_optimizer(
         mesh: the ranks that hold the parameters' parts; None: this rank holds them whole.
         later: the configs of the run's other stages, for `set_groups`.
         width_scales: muP's factors, by name; None: all are 1.
+        after_step: called with each torch optimizer after its step, before owners send what it updated.
 
     Raises:
         ConfigError: a group's pattern selects no parameter.
@@ -73,13 +76,23 @@ def build_optimizer(
     groups = _groups(config, named_parameters, stacked, model_names, later, width_scales or {})
     parts_on = mesh if partition is None else None
     rules = {name: rule_of(name)(config, sums, keys, stacked, parts_on) for name in groups}
+    build = {name: partial(_built, rule, after_step) for name, rule in rules.items()}
     optimizer: TrainingOptimizer
     if partition is None:
-        optimizer = joined([rule.build(groups[name]) for name, rule in rules.items()])
+        optimizer = joined([build[name](groups[name]) for name in rules])
     else:
-        settings = {name: {"optimizer": rule.build, "whole": rule.hidden_matrices_only} for name, rule in rules.items()}
+        settings = {
+            name: {"optimizer": build[name], "whole": rule.hidden_matrices_only} for name, rule in rules.items()
+        }
         optimizer = partition([group | settings[name] for name, members in groups.items() for group in members])
     set_lr(optimizer, config.lr)
+    return optimizer
+
+
+def _built(rule: Rule, after_step: Callable[..., None] | None, groups: list[dict[str, Any]]) -> Any:
+    optimizer = rule.build(groups)
+    if after_step:
+        optimizer.register_step_post_hook(after_step)
     return optimizer
 
 

@@ -220,6 +220,8 @@ class StepMetrics:
     """Entropy of the router's scores, in nats, averaged over tokens and layers."""
     repeated_steps: int | None = None
     """Steps of this launch so far that were computed again, since a buffer of experts was too small."""
+    max_attention_logit: float | None = None
+    """The step's largest logit of any head, with optimizer.qk_clip."""
     multi_token_losses: dict[str, float] | None = None
     """Mean cross-entropy of each module that predicts further tokens, over its valid targets, by depth from "1"."""
     incidents: list[dict[str, Any]] | None = None

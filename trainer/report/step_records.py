@@ -1,6 +1,7 @@
 """What a user sees of each step: a line on the console, one in metrics.jsonl, curves, and the step in status.json."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ from checkpoint.incarnation import Incarnation
 from configs.errors import UserError
 from configs.layout import tokens_per_step
 from configs.schema import Config
-from parallelisms.load_balance import Balance
 from parallelisms.ranks import on_rank_zero
 from trainer.details import StepDetails
 from trainer.guards.phases import Lag
@@ -99,8 +99,7 @@ class StepRecords:
         frozen: frozenset[str],
         memory: Memory,
         validation: ValidationResult | None,
-        balance: Balance | None,
-        further_losses: dict[str, float] | None,
+        of_model: Mapping[str, Any],
         lag: Lag | None,
         details: StepDetails | None,
         incidents: list[dict[str, Any]],
@@ -110,6 +109,7 @@ class StepRecords:
 
         Args:
             frozen: names of the parameters that it did not train.
+            of_model: returned by `Learner.measure`.
             incidents: those since the last record.
             writes_status: whether status.json shall show the step as well.
         """
@@ -134,8 +134,7 @@ class StepRecords:
             time=now,
             **(vars(validation) if validation else {}),
             incidents=incidents or None,
-            **(vars(balance) if balance else {}),
-            multi_token_losses=further_losses,
+            **of_model,
             slowest_rank=lag.rank if lag else None,
             lag_seconds=lag.seconds if lag else None,
             phase_seconds=lag.phase_seconds if lag else None,

@@ -58,6 +58,7 @@ TAGS = {
     "load_imbalance": "router/load_imbalance",
     "router_entropy": "router/entropy",
     "repeated_steps": "router/repeated_steps",
+    "max_attention_logit": "attention/max_logit",
     "multi_token_losses": "loss/multi_token",
     "layer_grad_norms": "details/grad_norm",
     "layer_activation_rms": "details/activation_rms",
