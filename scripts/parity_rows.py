@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scripts.parity_options import DOCUMENTS, FAMILIES, MOE, OPTIONS
+from scripts.parity_options import DOCUMENTS, FAMILIES, LATENT, MOE, OPTIONS
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,7 @@ def table() -> Iterator[Row]:
     yield from lion_rows()
     yield from ademamix_rows()
     yield from muon_rows()
+    yield from qk_clip_rows()
     yield from float8_rows()
     yield from qk_norm_rows()
     yield from tied_rows()
@@ -334,6 +335,26 @@ def muon_rows() -> Iterator[Row]:
     meshes = ("FSDP 4", "HSDP 2x2", "FSDP 2 x TP 2", "PP 2 x FSDP 2", "owner 2 x TP 2")
     yield from rows(meshes, options, "options, ")
     yield from rows(("EP 2 x FSDP 2",), MOE | options, "options, experts, ")
+
+
+def qk_clip_rows() -> Iterator[Row]:
+    """A limit that the logits of the first weights pass: each head is scaled by what all ranks have seen of it."""
+    name = "QK-clip, {mesh}, {how}"
+    run: dict[str, object] = {"optimizer.qk_clip": 1e-3}
+    documents = run | DOCUMENTS
+    muon = run | {"optimizer.name": "muon", "model.attention_bias": "true", "model.n_kv_heads": 8}
+    yield from _both(name, ("1 process", "FSDP 2 x TP 2", "PP 2"), run, micro_batch=2)
+    for mesh in ("CP 2 gather", "CP 2 ring", "CP 2 all_to_all", "CP 2 x TP 2 gather"):
+        yield _row(name, f"documents, {mesh}", documents, micro_batch=2)
+    for mesh in ("FSDP 4", "HSDP 2x2", "owner 2 x TP 2", "PP 2 x FSDP 2 interleaved"):
+        yield _row(name, f"Muon, {mesh}", muon, micro_batch=1)
+    yield from _both(name, ("latent attention, FSDP 2 x TP 2",), run | LATENT, micro_batch=2)
+    yield _row(
+        name,
+        "further tokens, window, CP 2 gather",
+        run | OPTIONS["further tokens"] | {"model.window": 5},
+        micro_batch=2,
+    )
 
 
 def qk_norm_rows() -> Iterator[Row]:

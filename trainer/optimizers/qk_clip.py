@@ -70,7 +70,7 @@ class QkClip:
     def scale(self, optimizer: TorchOptimizer, *_: Any) -> None:
         """Scale what an optimizer has updated; a hook after its step."""
         for group in optimizer.param_groups:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True):
                 if name in self._factors and parameter.grad is not None:
                     weight = local_part(parameter.detach())
                     factors = self._factors[name].to(weight.dtype)
