@@ -13,8 +13,8 @@ import scripts  # noqa: F401 - Keel's own packages come first
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import KeelError
 from configs.process import prepare_streams, require_current_folder
+from parallelisms.toolchain import require_cache_folders
 from trainer.guards.fragmentation import let_segments_grow
-from trainer.kernels.toolchain import require_cache_folders
 from trainer.lifecycle import install_signal_handlers, tell_torchrun
 from trainer.planning.for_validate import check_names, say_choice, say_stages
 

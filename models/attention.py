@@ -141,7 +141,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def row_factors(self, factors: Tensor) -> dict[str, Tensor]:
-        """As of `Attention`; the keys' rotated features are the same for all heads, and stay as they are."""
+        """Factors like `Attention.row_factors`; rotated features of keys, which all heads share, stay as they are."""
         latent = self.latent
         root = factors.sqrt()[:, None]
         n_values = latent.value_head_dim

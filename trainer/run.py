@@ -25,6 +25,7 @@ from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.nccl import configure_nccl, nccl_settings
 from parallelisms.ranks import on_rank_zero
+from parallelisms.toolchain import require_compiler
 from trainer.announce import say_goodbye, say_hello, silent_end
 from trainer.elastic import forming, release, show_life, wait_idle
 from trainer.guards.agreement import compare_launches
@@ -34,7 +35,6 @@ from trainer.guards.peers import Loss
 from trainer.guards.shared_folder import MARK, NotShared
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
 from trainer.home import Home, home_of
-from trainer.kernels.toolchain import require_compiler
 from trainer.lifecycle import (
     EXIT_FAILED,
     EXIT_PREEMPTED,

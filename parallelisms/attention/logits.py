@@ -1,9 +1,10 @@
 """The largest attention logit of each head, of which QK-clip needs to know (`optimizer.qk_clip`).
 
-Kernels of attention keep their logits to themselves. So a second pass multiplies queries and keys once more, for a tile
-of queries at a time, and keeps only the maxima: in the forward pass one product beside attention's two, and nothing
-for the backward pass. It sees what attention sees: the past, the last tokens of a window, or a document. A module's
-`attend` is wrapped, so this works with any kernel.
+Kernels of attention keep their logits to themselves. So a second pass multiplies queries and keys once more, and keeps
+only the maxima: in the forward pass one product beside attention's two, and nothing for the backward pass. It sees what
+attention sees: the past, the last tokens of a window, or a document. A module's `attend` is wrapped, so this works with
+any kernel. On a GPU, in 16 bits, a kernel of its own keeps the products in registers (`logits_kernel.py`); otherwise
+they are computed for a tile of queries at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from configs.plan import attention_of
 from configs.schema import Config
 from parallelisms.attention.context import Method, part_of
 from parallelisms.mesh import Mesh
+from parallelisms.toolchain import has_triton
 from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
@@ -48,7 +50,7 @@ class NotedLogits(nn.Module):
         self.largest.fill_(-torch.inf)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """As a model's `attend`. An evaluation, without gradients, notes nothing."""
+        """Attention by the wrapped `attend`, with its arguments; an evaluation, without gradients, notes nothing."""
         if torch.is_grad_enabled():
             numbers = None if mask is None or isinstance(mask, Tensor) else mask.numbers
             pairs = mask if isinstance(mask, Tensor) else None
@@ -88,18 +90,15 @@ def _note(
         largest: in place.
     """
     keys, starts = _whole_keys(k, group, method)
-    of_key = q.unflatten(1, (k.shape[1], -1))  # (batch, key heads, heads of each, seq / cp, head_dim)
-    chunk = q.shape[2] // len(starts)
-    rows = max(1, _TILE_ELEMENTS // (q.shape[0] * q.shape[1] * keys.shape[2]))
-    for number, start in enumerate(starts):
-        for row in range(0, chunk, rows):
-            n = min(rows, chunk - row)
-            first = start + row  # in the whole sequence
-            tile = of_key.narrow(3, number * chunk + row, n)
-            for products, seen in _parts(tile, keys, first, numbers, pairs, window):
-                counted = products if seen is None else products.masked_fill_(~seen, -torch.inf)
-                found = counted.amax((0, 3, 4)).flatten().to(largest.dtype) * q.shape[-1] ** -0.5
-                torch.maximum(largest, found, out=largest)
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    for chunk, first in zip(q.chunk(len(starts), 2), starts, strict=True):
+        if q.is_cuda and is_half and pairs is None and has_triton():
+            from parallelisms.attention.logits_kernel import largest_of_heads
+
+            found = largest_of_heads(chunk, keys, numbers, first, window)
+        else:
+            found = _in_tiles(chunk, keys, first, numbers, pairs, window)
+        torch.maximum(largest, found.to(largest.dtype) * q.shape[-1] ** -0.5, out=largest)
 
 
 @_note.register_fake
@@ -107,12 +106,24 @@ def _(*_: Any) -> None:
     return None
 
 
+def _in_tiles(q: Tensor, keys: Tensor, first: int, numbers: Tensor | None, pairs: Tensor | None, window: int) -> Tensor:
+    """The largest product of each head, (heads,); `first`: where the queries begin in the whole sequence."""
+    of_key = q.unflatten(1, (keys.shape[1], -1))  # (batch, key heads, heads of each, queries, head_dim)
+    largest = q.new_full((q.shape[1],), -torch.inf)
+    rows = max(1, _TILE_ELEMENTS // (q.shape[0] * q.shape[1] * keys.shape[2]))
+    for number, tile in enumerate(of_key.split(rows, 3)):
+        for products, seen in _parts(tile, keys, first + number * rows, numbers, pairs, window):
+            counted = products if seen is None else products.masked_fill_(~seen, -torch.inf)
+            torch.maximum(largest, counted.amax((0, 3, 4)).flatten(), out=largest)
+    return largest
+
+
 def _parts(
     tile: Tensor, keys: Tensor, first: int, numbers: Tensor | None, pairs: Tensor | None, window: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Products (batch, key heads, heads of each, queries, keys) of a tile, and which of them count; None: all.
 
-    Without documents and windows only the last keys need a mask, which takes as long as the product on a GPU.
+    Without documents and windows only the last keys need a mask, which takes longer than their product.
     """
     n = tile.shape[3]
     last = first + n

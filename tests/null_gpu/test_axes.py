@@ -144,6 +144,16 @@ def test_one_kernel_updates_a_group(null_ranks):
     assert halved["steady_peak_bytes"] < by_keel["steady_peak_bytes"]
 
 
+@pytest.mark.parametrize(("words", "parts"), [("", 1), ("--mesh.cp 2", 2), ("--compile.enable false", 1)])
+def test_the_largest_logits_take_one_kernel_a_layer_and_no_wait(null_ranks, words, parts):
+    """One for each part of the sequences that a rank has; products of the model are as many as before."""
+    without, with_it = (run(null_ranks, 2, f"{words} {more}") for more in ("", "--optimizer.qk_clip 100"))
+    passes = 4 * 4 // (2 // parts)  # layers, and micro-batches of two of eight sequences
+    assert with_it["counts"]["launch_triton"] - without["counts"]["launch_triton"] == passes * parts
+    assert with_it["syncs"] == without["syncs"] == 0
+    assert with_it["counts"]["gemm"] == without["counts"]["gemm"]
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_computes_again(null_ranks, mode):
     plain, checkpointed = (

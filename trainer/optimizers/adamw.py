@@ -11,10 +11,8 @@ On a GPU, Keel's own kernel (`kernels/adamw.py`) takes the place of torch's wher
 bfloat16 are updated by that kernel or, elsewhere, by separate operations that compute the same bits.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,11 +24,11 @@ from torch.optim.adamw import adamw
 from configs.schema import Optimizer
 from parallelisms.ranks import local_part
 from parallelisms.sums import Sums
+from parallelisms.toolchain import has_triton
 from trainer.kernels import separate
 from trainer.kernels.keyed import Key
 from trainer.kernels.padded import whole_vectors
 from trainer.kernels.separate import Rates
-from trainer.kernels.toolchain import c_compiler
 from trainer.optimizers import rule
 from trainer.optimizers.training import TrainingOptimizer
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from trainer.kernels.adamw import Group
 
 _FUSED_DEVICES = ("cpu", "cuda")
-_TRITON_CAPABILITY = (8, 0)
 Kernel = Literal["keel", "torch", "padded", "separate"]
 """keel: kernels/adamw.py; torch: its fused kernel; padded: the same, but for whole vectors alone (kernels/padded.py);
 separate: separate operations, which neither skip nor divide."""
@@ -188,19 +185,11 @@ class Rule(rule.Rule):
 
 def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, sums: Sums) -> Kernel:
     """The kernel that updates parameters of this type on this kind of device."""
-    if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and _has_triton():
+    if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and has_triton():
         return "keel"
     if device_type not in _FUSED_DEVICES or config.moments_dtype != "float32":
         return "separate"
     return "padded" if sums.updates_whole_vectors and device_type == "cpu" else "torch"
-
-
-@cache
-def _has_triton() -> bool:
-    """Whether Triton can compile a kernel and its launcher here, for the GPU that is there."""
-    has_both = importlib.util.find_spec("triton") is not None and c_compiler() is not None
-    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
-    return has_both and is_nvidia and torch.cuda.get_device_capability() >= _TRITON_CAPABILITY
 
 
 def _rates(group: dict[str, Any]) -> Rates:

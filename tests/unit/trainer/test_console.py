@@ -376,7 +376,7 @@ def test_the_summary_says_what_adamw_keeps_and_what_updates(monkeypatch):
         "float32 parameters, bfloat16 moments, float32 forward and backward, float32 reduction"
     )
     for has_triton, expected in ((True, "Keel's kernel of AdamW"), (False, "torch's kernel of AdamW")):
-        monkeypatch.setattr(adamw, "_has_triton", lambda has=has_triton: has)
+        monkeypatch.setattr(adamw, "has_triton", lambda has=has_triton: has)
         assert summary(config(), device_name="NVIDIA H200")["technique"] == expected
 
 

@@ -256,7 +256,7 @@ def test_copies_are_written_with_the_update(config):
 
 
 def test_which_kernel_updates(monkeypatch):
-    monkeypatch.setattr(adamw, "_has_triton", lambda: True)
+    monkeypatch.setattr(adamw, "has_triton", lambda: True)
     plain, by_torch = Optimizer(lr=1.0), Optimizer(lr=1.0, kernel="torch")
     rounded_by_torch = ROUNDED.model_copy(update={"kernel": "torch"})
     cases = [  # config, device, type, exact reductions, kernel
@@ -273,7 +273,7 @@ def test_which_kernel_updates(monkeypatch):
     ]
     for config, *where, expected in cases:
         assert adamw.kernel_of_adamw(config, *where) == expected
-    monkeypatch.setattr(adamw, "_has_triton", lambda: False)
+    monkeypatch.setattr(adamw, "has_triton", lambda: False)
     assert adamw.kernel_of_adamw(plain, "cuda", torch.float32, Sums()) == "torch"
     assert adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, Sums()) == "separate"
 

@@ -5,11 +5,13 @@ the start asks for them. The checks of folders import no torch, because torch re
 """
 
 import getpass
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from functools import cache
 from pathlib import Path
 
 from configs.errors import ConfigError
@@ -17,6 +19,8 @@ from configs.load import LoadedConfig
 
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_FOLDER = "TRITON_CACHE_DIR"
+_TRITON_CAPABILITY = (8, 0)
+"""The oldest GPUs for which Keel's kernels are written."""
 
 
 def require_cache_folders(environment: MutableMapping[str, str]) -> None:
@@ -53,6 +57,16 @@ def require_compiler(job: LoadedConfig, device_type: str) -> None:
             f"the environment variable {'CC' if is_gpu else 'CXX'} name one: install it (apt install "
             f"{'gcc' if is_gpu else 'g++'}), or set compile.enable = false",
         )
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can compile a kernel and its launcher here, for the GPU that is there."""
+    import torch  # not before the folders have been checked
+
+    has_both = importlib.util.find_spec("triton") is not None and c_compiler() is not None
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return has_both and is_nvidia and torch.cuda.get_device_capability() >= _TRITON_CAPABILITY
 
 
 def c_compiler() -> str | None:

@@ -8,8 +8,8 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.load import load
+from parallelisms.toolchain import c_compiler, require_cache_folders, require_compiler
 from tests.end_to_end.launch import ROOT
-from trainer.kernels.toolchain import c_compiler, require_cache_folders, require_compiler
 
 COMPILED = ("--compile.enable", "true")
 
