@@ -1,5 +1,6 @@
 """Runs whose token files are in a bucket of a real S3 server, without a cache to begin with."""
 
+import shlex
 import subprocess
 import sys
 import threading
@@ -61,6 +62,10 @@ def test_the_same_bits_as_from_a_disk_stopped_and_resumed_with_an_empty_cache(
         cache = {"job.output_dir": run, "data.cache_folder": "cache"}
         launch(tmp_path, words(place, data, **cache), ranks=2, env=env)
     assert curve(tmp_path / "there") == curve(tmp_path / "here")
+    for command in ("step {} 7", "find {} 'keel prepare'", "find {} --document 3", "ledger {} --step 12", "ledger {}"):
+        told, told_of_bucket = (keel_data(tmp_path, command.format(run), env) for run in ("here", "there"))
+        assert len(told.splitlines()) > 2
+        assert told_of_bucket.replace("s3://keel/data", str(place / "data")) == told.replace("here", "there")
     halves = {"job.output_dir": "halves", "checkpoint.interval": "10"}
     for number, steps in enumerate(("10", "20")):
         own = {"data.cache_folder": f"cache-{number}", "training.steps": steps}
@@ -70,6 +75,14 @@ def test_the_same_bits_as_from_a_disk_stopped_and_resumed_with_an_empty_cache(
     assert [record.get("validation_loss") for record in records(tmp_path / "halves")] == [
         record.get("validation_loss") for record in records(tmp_path / "here")
     ]
+
+
+def keel_data(folder: Path, words: str, env: dict[str, str]) -> str:
+    """What `keel data` prints of a run."""
+    command = [sys.executable, ROOT / "scripts" / "keel.py", "data", *shlex.split(words)]
+    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
