@@ -64,7 +64,7 @@ def test_the_same_bits_as_from_a_disk_stopped_and_resumed_with_an_empty_cache(
     assert curve(tmp_path / "there") == curve(tmp_path / "here")
     for command in ("step {} 7", "find {} 'keel prepare'", "find {} --document 3", "ledger {} --step 12", "ledger {}"):
         told, told_of_bucket = (keel_data(tmp_path, command.format(run), env) for run in ("here", "there"))
-        assert len(told.splitlines()) > 2
+        assert len(told.splitlines()) >= 2
         assert told_of_bucket.replace("s3://keel/data", str(place / "data")) == told.replace("here", "there")
     halves = {"job.output_dir": "halves", "checkpoint.interval": "10"}
     for number, steps in enumerate(("10", "20")):
