@@ -129,6 +129,7 @@ class OwnerPartition(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         broadcast_dtype: torch.dtype | None = None,
         optim: Callable[..., Optimizer] = SGD,
+        loads: Sequence[int] = (),
         **defaults: Any,
     ) -> None:
         """Assign the parameters to owners. A rank may own none.
@@ -141,6 +142,7 @@ class OwnerPartition(Optimizer):
             process_group: the ranks that hold replicas; None: all ranks.
             broadcast_dtype: type in which parameters are sent; None: their own.
             optim: creates the optimizer of a group without its own, such as the class `torch.optim.AdamW`.
+            loads: elements that each rank owns in other partitions; default: none.
             defaults: settings of that optimizer, where a group does not set them.
         """
         ranks = dist.group.WORLD if process_group is None else process_group
@@ -150,6 +152,8 @@ class OwnerPartition(Optimizer):
         self._is_alone = dist.get_world_size(self._ranks) == 1
         self._broadcast_dtype = broadcast_dtype
         self._optim = partial(optim, **defaults)
+        self.loads = list(loads) or [0] * dist.get_world_size(self._ranks)
+        """Elements that each rank owns, in other partitions as well."""
         self._owner: dict[Parameter, int] = {}
         self._mine: dict[Parameter, OwnedParameter] = {}
         self._inner: list[Optimizer] = []  # one per group
@@ -323,11 +327,10 @@ class OwnerPartition(Optimizer):
         parameters = [p for group in groups for p in group["params"]]
         # Parameters without names go by number, which is also the same on all ranks.
         names = [n for g in groups for n in g.get("param_names", ())] or list(map(str, range(len(parameters))))
-        loads = [0] * dist.get_world_size(self._ranks)
-        for parameter, rank in self._owner.items():
-            loads[rank] += local(parameter).numel()
         sizes = {name: local(p).numel() for name, p in zip(names, parameters, strict=True)}
-        owners = assign_owners(sizes, loads)
+        owners = assign_owners(sizes, self.loads)
+        for name, owner in owners.items():
+            self.loads[owner] += sizes[name]
         self._owner |= {parameter: owners[name] for name, parameter in zip(names, parameters, strict=True)}
         for group in groups:
             self._take_over(group)

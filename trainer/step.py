@@ -480,12 +480,18 @@ def _optimizer(
     dtype = config.fsdp.owner_broadcast_dtype
 
     def assign_owners(groups: list[dict[str, Any]]) -> TrainingOptimizer:
-        partitions = []
-        for ranks, members in by_holders(groups, mesh.tokens.get_group()).items():
-            partition = OwnerOptimizer(members, ranks, getattr(torch, dtype) if dtype else None)
+        partitions: list[OwnerOptimizer] = []
+        loads = [0]
+        # Experts get owners first, since fewer ranks hold them; the others' owners are those that have less of these.
+        for ranks, members in sorted(
+            by_holders(groups, mesh.tokens.get_group()).items(), key=lambda holders: holders[0].size()
+        ):
+            spread = [loads[rank * len(loads) // ranks.size()] for rank in range(ranks.size())]
+            partition = OwnerOptimizer(members, ranks, getattr(torch, dtype) if dtype else None, loads=spread)
             for stage in stages:
                 partition.overlap_forward(stage)
-            partitions.append(partition)
+            partitions.insert(0, partition)
+            loads = partition.loads
         return joined(partitions)
 
     return build(assign_owners, model_names, sums, seed)

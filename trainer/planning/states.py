@@ -64,10 +64,13 @@ def _owners(sizes: MeshSizes, model: Skeleton, elements: Mapping[str, int]) -> d
     apart = {name: size for name, size in elements.items() if sizes.ep > 1 and model.is_of_experts(name)}
     others = {name: size for name, size in elements.items() if name not in apart}
     found: dict[str, Sequence[int]] = {}
-    for name, owner in assign_owners(others, [0] * sizes.replicas).items():
-        found[name] = [owner]
+    loads = [0] * sizes.replicas
     for name, owner in assign_owners(apart, [0] * sizes.expert_replicas).items():
         found[name] = range(owner * sizes.ep, (owner + 1) * sizes.ep)
+        for rank in found[name]:
+            loads[rank] += apart[name]
+    for name, owner in assign_owners(others, loads).items():
+        found[name] = [owner]
     return found
 
 
