@@ -302,6 +302,9 @@ class Average(Table):
     the length of the run."""
     start_step: Annotated[NonNegativeInt, only_with("interval", reason="which keeps no average")] = 0
     """The first update, interval steps after this one, copies the weights."""
+    dtype: Annotated[Literal["float32", "bfloat16"], only_with("interval", reason="which keeps no average")] = "float32"
+    """Type of the average; bfloat16 halves its memory, and rounds it stochastically, the same on any mesh; float32
+    stands for training.dtype if that is another type."""
 
 
 class Float8(Table):

@@ -350,6 +350,7 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "average.interval=1 training.dtype=bfloat16",
             "--average.interval: with decay 0.999, each update of an average",
         ),
+        ("average.dtype=bfloat16", "average.dtype does nothing with interval = 0"),
         (
             "optimizer.name=muon optimizer.split_heads=true model.attention=latent model.head_dim=128",
             "--optimizer.split_heads: latent attention has no q_proj, k_proj and v_proj whose rows are heads",
