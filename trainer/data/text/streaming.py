@@ -32,7 +32,7 @@ import xxhash
 
 from configs.errors import UserError
 from trainer.data.text.bad_files import BadFiles
-from trainer.data.text.documents import Piece, pieces, read
+from trainer.data.text.documents import Keys, Piece, pieces, read
 from trainer.data.text.hub import pin
 from trainer.data.text.inputs import content_files
 from trainer.data.tokenizer import Tokenizer, encode_document
@@ -84,9 +84,9 @@ class Rows:
         number = starts[first]
         for index in range(first, len(self.pieces)):
             start = number
-            for text in read(self.pieces[index], self.text_key, BadFiles()):
+            for document in read(self.pieces[index], Keys(self.text_key), BadFiles()):
                 if number >= row:
-                    yield number, text
+                    yield number, document.text
                 number += 1
             if index == len(self.sizes):
                 self.sizes.append(number - start)
