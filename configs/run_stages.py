@@ -222,6 +222,7 @@ def _may_change(path: KeyPath) -> bool:
 
 def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
     """What is wrong between stages that are each right by themselves."""
+    yield from _other_lengths(stages)
     for one, other in pairwise(stages):
         index = other.border.table
         if other.border.after <= one.border.after:
@@ -240,6 +241,22 @@ def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
                 f"({_names(always[0])} -> {_names(always[1])}); set freeze_until_step = N, also in the stages before, "
                 "for parameters that train from step N + 1 on",
             )
+
+
+def _other_lengths(stages: Sequence[RunStage]) -> Iterator[Problem]:
+    """The sources that an earlier stage has read in sequences of another length, and that cannot change it."""
+    lengths: dict[str, int] = {}
+    for stage in stages:
+        seq_len = stage.config.training.seq_len
+        for source in stage.config.data.sources:
+            before = lengths.setdefault(source.name, seq_len)
+            if before != seq_len and source.kind not in ("tokens", "synthetic"):
+                yield (
+                    f"stages.{stage.border.table}",
+                    f'the source "{source.name}" of kind "{source.kind}" is read in sequences of {before} before, and '
+                    f"of {seq_len} here, but only token files can change their length; leave it out and add others, or "
+                    "prepare token files of it (keel prepare)",
+                )
 
 
 def _never_trained(config: Config) -> list[str]:

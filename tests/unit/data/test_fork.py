@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 
 from configs.errors import ConfigError
+from configs.own_code import admit
 from configs.schema import Config
 from trainer.data.fork import forked_position
 from trainer.data.loader import build_loader
@@ -159,3 +160,45 @@ def test_other_data_under_the_name_of_a_source_that_is_partly_read_is_refused(co
     other.data.sources[0].__dict__["path"] = str(corpus / "books")
     with pytest.raises(ConfigError, match="23 windows -> 14 windows"):
         forked_position(position, first.model_dump(mode="json"), other)
+
+
+class Counted:
+    """A source of one's own, whose windows are its ordinals."""
+
+    def __init__(self, settings, seq_len, vocab_size, seed):
+        pass
+
+    def addresses(self, ordinals):
+        return ordinals
+
+    def read(self, address, tokens, starts):
+        tokens[:] = address
+
+    def state(self):
+        return {"fingerprint": "counted"}
+
+    def check_unchanged(self):
+        pass
+
+
+def with_own(config):
+    """The job, in which `web` is a source of one's own."""
+    kind = f"{__name__}:Counted"
+    admit(kind, "data.sources.0.kind")
+    config.data.sources[0].__dict__["kind"] = kind
+    return config
+
+
+def test_a_source_of_ones_own_that_comes_back_in_another_length_is_refused(corpus):
+    """Its windows would be others, also if a stage without it has changed the length."""
+    first = with_own(job(corpus, {"web": 3.0, "code": 1.0}))
+    _, position = read(first, BEGINNING, 5)
+    without = job(corpus, {"books": 1.0}, seq_len=2 * SEQ_LEN)
+    position = forked_position(position, first.model_dump(mode="json"), without)
+    _, position = read(without, position, 2)
+    longer = with_own(job(corpus, {"web": 1.0, "books": 1.0}, seq_len=2 * SEQ_LEN))
+    with pytest.raises(ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len: 8 -> 16; only"):
+        forked_position(position, without.model_dump(mode="json"), longer)
+    as_before = with_own(job(corpus, {"web": 1.0}))
+    position = forked_position(position, without.model_dump(mode="json"), as_before)
+    assert read(as_before, position, 1)[0] == [15, 16, 17, 18]
