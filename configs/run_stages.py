@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.checks.rule import Problem
 from configs.layout import tokens_per_step
+from configs.own_code import is_import_path
 from configs.reading.keys import KeyPath, dotted, find, leaves
 from configs.reading.merge import Layers
 from configs.run_change import run_key_diff
@@ -250,12 +251,12 @@ def _other_lengths(stages: Sequence[RunStage]) -> Iterator[Problem]:
         seq_len = stage.config.training.seq_len
         for source in stage.config.data.sources:
             before = lengths.setdefault(source.name, seq_len)
-            if before != seq_len and source.kind not in ("tokens", "synthetic"):
+            if before != seq_len and is_import_path(source.kind):
                 yield (
                     f"stages.{stage.border.table}",
                     f'the source "{source.name}" of kind "{source.kind}" is read in sequences of {before} before, and '
-                    f"of {seq_len} here, but only token files can change their length; leave it out and add others, or "
-                    "prepare token files of it (keel prepare)",
+                    f"of {seq_len} here, and no source of one's own can change its length; leave it out, or give it "
+                    "another name, under which it begins again",
                 )
 
 

@@ -1,7 +1,8 @@
 """The position in the data of a run that goes on with another mixture, at a stage's border or from a checkpoint.
 
 Each source goes on where it was left, so that an epoch of a source repeats no token and leaves none out; token files
-also with windows of another length (see `lengths`). Windows in another order can't go on from there.
+also with windows of another length (see `lengths`), and text (see `text/streaming`). Windows in another order can't go
+on from there.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from contextlib import closing
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.own_code import is_import_path
 from configs.schema import Config
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
@@ -70,9 +72,9 @@ def _require_same_windows(
         reason = ""
         if seeds[0] != seeds[1]:
             reason = f"training.seed: {seeds[0]} -> {seeds[1]}"
-        elif source.kind != "tokens" and (earlier := start.lengths.get(name)):
+        elif is_import_path(source.kind) and (earlier := start.lengths.get(name)):
             lengths = f"training.seq_len: {earlier[-1][0]} -> {now['training.seq_len']}"
-            reason = f"{lengths}; only token files can change their length"
+            reason = f"{lengths}, which no source of one's own can follow"
         elif not has_other_length and name in old and old[name] != new[name]:
             reason = f"{old[name]} -> {new[name]}"
         if reason:

@@ -1,5 +1,6 @@
 """A run that is forked with another mixture reads on where each source was left, or says why it can't."""
 
+import json
 from contextlib import closing
 from itertools import islice
 
@@ -12,6 +13,7 @@ from trainer.data.fork import forked_position
 from trainer.data.loader import build_loader
 from trainer.data.order import Start
 from trainer.data.text.token_writer import TokenFileWriter
+from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
 SEQ_LEN = 8
 VOCAB_SIZE = 64
@@ -197,8 +199,45 @@ def test_a_source_of_ones_own_that_comes_back_in_another_length_is_refused(corpu
     position = forked_position(position, first.model_dump(mode="json"), without)
     _, position = read(without, position, 2)
     longer = with_own(job(corpus, {"web": 1.0, "books": 1.0}, seq_len=2 * SEQ_LEN))
-    with pytest.raises(ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len: 8 -> 16; only"):
+    with pytest.raises(
+        ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len: 8 -> 16, which no"
+    ):
         forked_position(position, without.model_dump(mode="json"), longer)
     as_before = with_own(job(corpus, {"web": 1.0}))
     position = forked_position(position, without.model_dump(mode="json"), as_before)
     assert read(as_before, position, 1)[0] == [15, 16, 17, 18]
+
+
+def test_text_goes_on_at_its_next_token_in_other_lengths_also_after_a_stage_without_it(corpus, tmp_path):
+    """The samples of each virtual shard, put together, are its documents without a gap."""
+    documents = [f"document {number}: " + "abc " * (number % 5) for number in range(12)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    path = tmp_path / "t.model"
+    train_sentencepiece(iter(documents), path, 282)
+    tokenizer = load_tokenizer(path)
+    shards = [encode_document(tokenizer, text) * 40 for text in documents]  # of so few documents, each has one
+    n_read = 0
+    before, position = None, BEGINNING
+    for seq_len, weights in [(8, {"text": 1.0, "web": 1.0}), (16, {"web": 1.0}), (16, {"text": 2.0, "web": 1.0})] * 2:
+        config = job(corpus, weights, seq_len=seq_len)
+        config.model.__dict__["vocab_size"] = 282
+        config.tokenizer.__dict__["path"] = str(path)
+        for source in config.data.sources:
+            if source.name == "text":
+                source.__dict__.update(kind="text", path=str(tmp_path / "text.jsonl"))
+            else:
+                source.__dict__.update(kind="synthetic", path=None)
+        if before:
+            position = forked_position(position, before.model_dump(mode="json"), config)
+        start = Start(**position.get("start", {}))
+        given = {"states": position["sources"], "order": position.get("order"), "start": start}
+        with closing(build_loader(config, 0, 1, position["next_sample"], **given)) as loader:
+            for batch in (batch for step in islice(loader, 7) for batch in step if batch.source == "text"):
+                shard = shards[n_read % len(shards)]
+                assert batch.tokens[0].tolist() == shard[:seq_len]
+                assert batch.targets[0].tolist() == shard[1 : seq_len + 1]
+                del shard[:seq_len]
+                n_read += 1
+            position = loader.state_dict()
+        before = config
+    assert n_read > 5 * len(shards)
