@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.checks.rule import Problem
 from configs.layout import tokens_per_step
+from configs.own_code import is_import_path
 from configs.reading.keys import KeyPath, dotted, find, leaves
 from configs.reading.merge import Layers
 from configs.run_change import run_key_diff
@@ -222,6 +223,7 @@ def _may_change(path: KeyPath) -> bool:
 
 def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
     """What is wrong between stages that are each right by themselves."""
+    yield from _other_lengths(stages)
     for one, other in pairwise(stages):
         index = other.border.table
         if other.border.after <= one.border.after:
@@ -240,6 +242,22 @@ def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
                 f"({_names(always[0])} -> {_names(always[1])}); set freeze_until_step = N, also in the stages before, "
                 "for parameters that train from step N + 1 on",
             )
+
+
+def _other_lengths(stages: Sequence[RunStage]) -> Iterator[Problem]:
+    """The sources that an earlier stage has read in sequences of another length, and that cannot change it."""
+    lengths: dict[str, int] = {}
+    for stage in stages:
+        seq_len = stage.config.training.seq_len
+        for source in stage.config.data.sources:
+            before = lengths.setdefault(source.name, seq_len)
+            if before != seq_len and is_import_path(source.kind):
+                yield (
+                    f"stages.{stage.border.table}",
+                    f'the source "{source.name}" of kind "{source.kind}" is read in sequences of {before} before, and '
+                    f"of {seq_len} here, and no source of one's own can change its length; leave it out, or give it "
+                    "another name, under which it begins again",
+                )
 
 
 def _never_trained(config: Config) -> list[str]:

@@ -126,6 +126,9 @@ class Prepare(Table):
     """Use only the first of documents with exactly the same text."""
     pack: bool = False
     """Pack whole documents into windows of training.seq_len by best fit, instead of cutting one stream into windows."""
+    prompt_key: Annotated[str, Field(min_length=1)] | None = None
+    """Field or column, in files of records and hub rows, of a prompt: it comes before the text, and gives no loss;
+    tokenizer.train_on reads the text alone."""
     mask_until: Annotated[str, Field(min_length=1)] | None = None
     """Only the tokens behind this text give loss, such as answers behind "<|assistant|>" (docs/data.md)."""
     mask_after: Annotated[Annotated[str, Field(min_length=1)] | None, only_with("mask_until")] = None
@@ -305,6 +308,9 @@ class Average(Table):
     the length of the run."""
     start_step: Annotated[NonNegativeInt, only_with("interval", reason="which keeps no average")] = 0
     """The first update, interval steps after this one, copies the weights."""
+    dtype: Annotated[Literal["float32", "bfloat16"], only_with("interval", reason="which keeps no average")] = "float32"
+    """Type of the average; bfloat16 halves its memory, and rounds it stochastically, the same on any mesh; float32
+    stands for training.dtype if that is another type."""
 
 
 class Float8(Table):

@@ -116,11 +116,16 @@ def _initialize(parameter: Tensor, std: Initial, key: str, pool: ThreadPoolExecu
 
 def local_indices(parameter: Tensor) -> list[Tensor]:
     """The global indices of the elements in this rank's shard, ascending, for each dimension."""
+    return [torch.arange(indices.start, indices.stop) for indices in local_ranges(parameter)]
+
+
+def local_ranges(parameter: Tensor) -> list[range]:
+    """The same without tensors."""
     coordinates = parameter.device_mesh.get_coordinate() if isinstance(parameter, DTensor) else ()
     assert coordinates is not None
     ranges = ranges_at(parameter, coordinates)
     assert tuple(map(len, ranges)) == local_part(parameter).shape, (parameter, ranges)
-    return [torch.arange(indices.start, indices.stop) for indices in ranges]
+    return ranges
 
 
 def ranges_at(parameter: Tensor, coordinates: Sequence[int]) -> list[range]:

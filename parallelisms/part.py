@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from parallelisms.init import local_indices
+from parallelisms.init import local_ranges
 
 _MOST_LEVELS = 3
 
@@ -45,14 +45,13 @@ class Part:
 
 def part_of(parameter: Tensor) -> Part:
     """The part of a parameter, sharded or not, that this rank holds."""
-    indices = local_indices(parameter)
+    ranges = local_ranges(parameter)
     strides = [parameter.shape[dimension + 1 :].numel() for dimension in range(parameter.dim())]
-    if not all(map(len, indices)):
+    if not all(ranges):
         return Part(0, rows=1, run=1, outer=0, inner=0)
-    assert all(int(index[-1] - index[0]) == len(index) - 1 for index in indices), "a shard has gaps"
-    first = sum(int(index[0]) * stride for index, stride in zip(indices, strides, strict=True))
+    first = sum(indices.start * stride for indices, stride in zip(ranges, strides, strict=True))
     none: list[tuple[int, int]] = []
-    levels = reduce(_joined, zip(map(len, indices), strides, strict=True), none)
+    levels = reduce(_joined, zip(map(len, ranges), strides, strict=True), none)
     assert len(levels) <= _MOST_LEVELS, (parameter.shape, levels)
     (_, outer), (rows, inner), (run, _) = [(1, 0)] * (_MOST_LEVELS - len(levels)) + levels
     return Part(first, rows, run, outer, inner)

@@ -36,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.mask_after and not options.mask_until:
         parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
+    if options.prompt_key and options.mask_until:
+        parser.error("--prompt-key and --mask-until both say what gives loss; leave one out")
+    if options.prompt_key == options.text_key:
+        parser.error(f"--prompt-key and --text-key both name {options.text_key!r}, so the prompt is the text itself")
 
     url = options.output if is_url(options.output) else None
     if any(map(is_url, (options.output, *options.inputs))) and (options.shard or options.finish or options.ray):
@@ -149,6 +153,12 @@ def prepare_parser() -> argparse.ArgumentParser:
         help="fraction of the documents to hold out",
     )
     add_text_arguments(parser)
+    add(
+        "--prompt-key",
+        type=_key,
+        metavar="K",
+        help="field or column that holds what comes before the text and gives no loss, in files of records",
+    )
     add("--drop-duplicates", action="store_true", help="use only the first of documents with exactly the same text")
     add(
         "--pack",
@@ -190,6 +200,13 @@ def _share(text: str) -> tuple[int, int]:
     if not (share.isdecimal() and shares.isdecimal() and int(share) < int(shares) <= MAX_SHARES):
         raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N-1, and N up to {MAX_SHARES:,}")
     return int(share), int(shares)
+
+
+def _key(text: str) -> str:
+    """The type of an option that names a field."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name names no field or column")
+    return text
 
 
 def _marker(text: str) -> str:

@@ -21,7 +21,7 @@ from configs.places import is_url, standing_for
 from configs.schema import Config, HfModel, Prepare
 from trainer.data.place import place_of
 from trainer.data.text.bad_files import PATIENCE, BadFiles
-from trainer.data.text.documents import documents
+from trainer.data.text.documents import Keys, documents
 from trainer.data.text.listing import examine, list_files
 from trainer.data.text.prepare import Call, prepare, settings_of
 from trainer.data.text.prepared_folder import described
@@ -205,7 +205,7 @@ def _look_at_text(config: Config, console: Console, stop: StopRequest) -> None:
     for _, source in used_sources(config):
         if source.kind == "text" and source.path:
             bad = BadFiles()
-            examine(list_files([source.path], bad), source.text_key, bad, report=lambda n_bytes: _check(stop))
+            examine(list_files([source.path], bad), Keys(source.text_key), bad, report=lambda n_bytes: _check(stop))
             bad.check()
             for line in bad.described():
                 console.line(f"{source.path}: {line}")

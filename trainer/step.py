@@ -432,7 +432,7 @@ def _average(config: Config, optimizer: TrainingOptimizer, trained: dict[str, nn
     """The average of what this rank saves of the parameters that are not always frozen; None if none is kept."""
     if not config.average.interval:
         return None
-    return WeightAverage(config.average, partial(saved_weights, optimizer, trained))
+    return WeightAverage(config.average, partial(saved_weights, optimizer, trained), config.training.seed)
 
 
 def _tied_ends(config: Config, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:

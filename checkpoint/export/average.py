@@ -81,10 +81,11 @@ class _Source:
         return {name: described(entry_of(self.metadata, name).size) for name in self.names}
 
     def read(self, name: str) -> Tensor:
-        """A weight, or its average."""
+        """A weight, or its average, in the weight's type."""
         average = AVERAGE + name.removeprefix(MODEL)
         is_averaged = self._has_average and average in self.metadata.state_dict_metadata
-        return read_tensor(self.folder, self.metadata, average if is_averaged else name)
+        tensor = read_tensor(self.folder, self.metadata, average if is_averaged else name)
+        return tensor.to(entry_of(self.metadata, name).properties.dtype)
 
 
 def _means(sources: Sequence[_Source], progress: Progress) -> Iterator[tuple[str, Tensor]]:

@@ -96,11 +96,12 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _average(config: Config, _: int | None) -> Iterator[Problem]:
-    if config.average.interval and config.training.dtype == "bfloat16":
+    average = config.average
+    if average.interval and average.dtype == "float32" and config.training.dtype == "bfloat16":
         yield (
             "average.interval",
-            f"with decay {config.average.decay}, each update of an average in bfloat16 would be rounded away; "
-            'set training.dtype = "float32"',
+            f"with decay {average.decay}, each update of an average in the weights' type, bfloat16, would be rounded "
+            'away; set average.dtype = "bfloat16", which rounds stochastically, or training.dtype = "float32"',
         )
 
 

@@ -62,6 +62,20 @@ def test_the_average_is_the_formula_on_every_mesh_and_after_stops(tmp_path, case
     assert all(torch.equal(after[name], each) for name, each in named(straight, STEPS, "average.").items())
 
 
+@pytest.mark.parametrize("case", marked(MESHES, slow=[FIRST], long=OTHERS))
+def test_in_bfloat16_it_has_the_same_bits_on_every_mesh(tmp_path, case):
+    """The weights agree to 1e-10 in float64, so hardly any is rounded another way, if the draws are the same."""
+    ranks, model, mesh = MESHES[case]
+    words = f"{WORDS} --average.dtype bfloat16 {model}"
+    launch(tmp_path, f"{words} --job.output_dir alone")
+    launch(tmp_path, f"{words} {mesh} --job.output_dir run", ranks)
+    alone = named(tmp_path / "alone", STEPS, "average.")
+    found = named(tmp_path / "run", STEPS, "average.")
+    assert found.keys() == alone.keys()
+    assert {average.dtype for average in found.values()} == {torch.bfloat16}
+    assert sum(int((found[name] != average).sum()) for name, average in alone.items()) <= 2
+
+
 def test_its_loss_is_that_of_a_run_from_the_averaged_checkpoint(tmp_path):
     launch(tmp_path, f"{WORDS} --job.output_dir run")
     losses = validated(tmp_path / "run", "validation_loss")

@@ -84,6 +84,11 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     """ 'for i in range(200): print("{\\"text\\": \\"%d?<|assistant|>%d.<|end|>\\"}" % (i, i))' > chats.jsonl"""
     " && keel prepare chats.jsonl --output runs/data/chats --tokenizer runs/data/python_stdlib_4096.model"
     ' --validation-fraction 0.1 --mask-until "<|assistant|>" --mask-after "<|end|>" | grep "give loss"',
+    "keel prepare pairs.jsonl --output runs/data/pairs --tokenizer runs/data/python_stdlib_4096.model"
+    " --prompt-key prompt --text-key completion": "python -c"
+    """ 'for i in range(99): print("{\\"prompt\\": \\"%d?\\", \\"completion\\": \\" %d.\\"}" % (i, i))' > pairs.jsonl"""
+    " && keel prepare pairs.jsonl --output runs/data/pairs --tokenizer runs/data/python_stdlib_4096.model"
+    ' --prompt-key prompt --text-key completion | grep "give loss"',
     "keel fork runs/base --at 300 --optimizer.lr 1e-4 --output runs/base-slow": "keel fork runs/debug --at 300"
     " --optimizer.lr 1e-4 --output runs/base-slow",
     "keel fork runs/base --at 300 --without web": "keel fork --help | grep -qe --without",

@@ -87,6 +87,7 @@ def test_weights_of_another_model_of_the_same_shapes_are_announced(tmp_path, cap
         ("--optimizer.moments_dtype", "bfloat16"),
         ("--training.dtype", "bfloat16"),
         ("--average.interval", "1"),
+        ("--average.interval", "1", "--average.dtype", "bfloat16"),
         ("--average.interval", "1", "--optimizer.groups", "[{pattern = 'norm.weight', freeze = true}]"),
     ],
 )

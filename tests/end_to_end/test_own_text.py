@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launch import curve, launch_here
+from trainer.data.tokenizer import load_tokenizer
 
 N_TEXTS = 60
 
@@ -68,3 +69,27 @@ def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().err
     assert f"{tokens}: was made from other files:\n{changes}Choose another output folder" in said
     assert (tokens / "prepare.json").is_file()
+
+
+def test_a_job_prepares_prompts_and_learns_what_answers_them(tmp_path: Path):
+    tokens = tmp_path / "tokens"
+    rows = [json.dumps({"ask": f"What is {i} + {i}?", "say": f" It is {2 * i}."}) + "\n" for i in range(N_TEXTS)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    keys = {
+        "model.vocab_size": "277",
+        "tokenizer.path": str(tmp_path / "t.model"),
+        "tokenizer.train_on": json.dumps([str(tmp_path / "a.jsonl")]),
+        "data.prepare.input": json.dumps([str(tmp_path / "a.jsonl")]),
+        "data.prepare.output": str(tokens),
+        "data.prepare.text_key": "say",
+        "data.prepare.prompt_key": "ask",
+        "data.sources": f'[{{name = "text", kind = "tokens", path = "{tokens}/train"}}]',
+        "training.steps": "2",
+    }
+    words = [word for key, value in keys.items() for word in (f"--{key}", value)]
+    assert launch_here(tmp_path, *words) == 0
+    assert len(curve(tmp_path / "run")) == 2
+    record = json.loads((tokens / "prepare.json").read_text())
+    tokenizer = load_tokenizer(tmp_path / "t.model")
+    learned = sum(len(tokenizer.encode(json.loads(row)["say"])) + 1 for row in rows)  # and EOS
+    assert record["masked"]["train"] == {"tokens_with_loss": learned, "documents_without_loss": 0}

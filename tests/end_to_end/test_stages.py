@@ -203,6 +203,22 @@ def test_the_report_marks_the_borders(folder: Path):
     assert found == [(7, "stage 2 begins"), (13, "stage 3 begins")]
 
 
+@pytest.mark.slow
+def test_text_that_is_tokenized_while_training_goes_on_through_the_stages(folder: Path):
+    """Its sequences become longer, then shorter, between stops at and beside the borders, on one rank and two."""
+    dice = np.random.default_rng(1)
+    lines = [json.dumps({"text": " ".join(map(str, dice.integers(0, 999, 30)))}) + "\n" for _ in range(70)]
+    (folder / "code.jsonl").write_text("".join(lines))
+    stages = STAGES.replace('kind = "tokens", path = "code"', 'kind = "text", path = "code.jsonl"')
+    (folder / "text.toml").write_text(stages)
+    words = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
+    launch(folder, f"{words} --job.output_dir text-straight", config=folder / "text.toml")
+    for steps, ranks in ((5, 0), (7, 2), (10, 0), (13, 0), (16, 2), (20, 0)):
+        launch(folder, f"{words} --job.output_dir text --training.steps {steps}", ranks, config=folder / "text.toml")
+    straight = curve(folder / "text-straight")
+    assert curve(folder / "text") == [pytest.approx(point, rel=1e-10) for point in straight]
+
+
 def test_data_that_a_later_stage_lacks_is_missed_at_the_start(folder: Path):
     words = "--job.output_dir lacking --stages.1.training.seq_len 800 --training.steps 7"
     said = launch(folder, words, config=folder / "job.toml", expect=78).said

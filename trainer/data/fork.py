@@ -1,7 +1,8 @@
 """The position in the data of a run that goes on with another mixture, at a stage's border or from a checkpoint.
 
 Each source goes on where it was left, so that an epoch of a source repeats no token and leaves none out; token files
-also with windows of another length (see `lengths`). Windows in another order can't go on from there.
+also with windows of another length (see `lengths`), and text (see `text/streaming`). Windows in another order can't go
+on from there.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from contextlib import closing
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.own_code import is_import_path
 from configs.schema import Config
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
@@ -42,43 +44,44 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
     names = [source["name"] for source in sources]
     mixture = Mixture(names, [source["weight"] for source in sources], before["training"]["seed"], start)
     read = mixture.read_before(next_sample)
-    _require_same_windows(then, names, order, read, config)
     start = start.following(next_sample, read, seq_lens)
+    _require_same_windows(then, names, order, start, config)
     with closing(build_loader(config, 0, 1, next_sample, start=start)) as loader:
         return {**data, "order": loader.state_dict()["order"], "start": start.to_json()}
 
 
 def _require_same_windows(
-    then: dict[str, Any], names: Sequence[str], now: dict[str, Any], read: dict[str, int], config: Config
+    then: dict[str, Any], names: Sequence[str], now: dict[str, Any], start: Start, config: Config
 ) -> None:
     """Raise ConfigError if the windows of a source that is partly read have changed, or their order.
 
     Args:
         then, names: the order of the checkpoint's samples, and its sources.
         now, config: the new order and its job.
-        read: how many samples of each source were read.
+        start: where it takes over.
     """
     sources = config.data.sources
     old = _layouts(then, names)
     new = _layouts(now, [source.name for source in sources])
-    lengths, seeds = (f"{key}: {then[key]} -> {now[key]}" for key in ("training.seq_len", "training.seed"))
+    seeds = then["training.seed"], now["training.seed"]
     has_other_length = then["training.seq_len"] != now["training.seq_len"]
     for source in sources:
         name = source.name
-        if source.kind == "synthetic" or not read.get(name):
+        if source.kind == "synthetic" or not start.read.get(name):
             continue
         reason = ""
-        if then["training.seed"] != now["training.seed"]:
-            reason = seeds
-        elif has_other_length and source.kind != "tokens":
-            reason = f"{lengths}; only token files can change their length"
+        if seeds[0] != seeds[1]:
+            reason = f"training.seed: {seeds[0]} -> {seeds[1]}"
+        elif is_import_path(source.kind) and (earlier := start.lengths.get(name)):
+            lengths = f"training.seq_len: {earlier[-1][0]} -> {now['training.seq_len']}"
+            reason = f"{lengths}, which no source of one's own can follow"
         elif not has_other_length and name in old and old[name] != new[name]:
             reason = f"{old[name]} -> {new[name]}"
         if reason:
             raise ConfigError(
-                f"the source {name!r} has been read ({read[name]} sequences), and its sequences would now be others "
-                f"({reason}): an epoch would repeat some tokens and leave others out. Change it back, or leave the "
-                "source out and add others"
+                f"the source {name!r} has been read ({start.read[name]} sequences), and its sequences would now be "
+                f"others ({reason}): an epoch would repeat some tokens and leave others out. Change it back, or leave "
+                "the source out and add others"
             )
 
 

@@ -438,7 +438,7 @@ def _build_source(
         kind = TokenSource if packed_for(folder.place) is None else PackedSource
         return kind(source.name, folder, seq_len, seed, validation, earlier)
     assert tokenizer is not None
-    return TextSource(source.path, source.text_key, tokenizer, seq_len, repeat=not validation, state=state)
+    return TextSource(source.path, source.text_key, tokenizer, seq_len, not validation, state, earlier)
 
 
 def _check_unchanged(sources: dict[str, SampleSource], states: dict[str, dict[str, Any]]) -> None:

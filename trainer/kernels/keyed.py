@@ -1,15 +1,16 @@
 """Stochastic rounding to bfloat16 that no mesh changes.
 
-Moments kept in bfloat16 (8 significant bits) must be rounded stochastically: a step changes the second moment by less
-than half of its last bit, and rounded to the nearest it would stay where it is. A value is rounded up with the
-probability of its distance from the value below, so that the mean over roundings is exact (Gupta et al. 2015,
-"Deep learning with limited numerical precision", section 3.1).
+Moments kept in bfloat16 (8 significant bits) must be rounded stochastically, and so must an average of the weights: a
+step changes them by less than half of their last bit, and rounded to the nearest they would stay where they are. A
+value is rounded up with the probability of its distance from the value below, so that the mean over roundings is exact
+(Gupta et al. 2015, "Deep learning with limited numerical precision", section 3.1).
 
 Random numbers from a stream would depend on which rank draws them. Here each is a hash of (seed, parameter's name,
 update, number of the element in the whole parameter), so any rank draws the same for an element. One hash of 32 bits
 serves both moments: its low half the first, its high half the second. `adamw.py` computes the same in Triton.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ GOLDEN = 0x9E3779B9
 FACTORS = 0x7FEB352D, 0x846CA68B
 """Factors of the integer mix "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31): each bit of the input changes
 each bit of the output with a probability of one half, to 0.2%."""
+_BLOCK_ON_CPU = 1 << 18
+_BLOCK = 1 << 24
 _LOW = 0xFFFFFFFF
 _INFINITE = 0x7F800000
 """Bits of the float32 infinity."""
@@ -38,9 +41,16 @@ class Key:
     """The elements that this rank has."""
 
 
-def key_of(seed: int, name: str, part: Part) -> Key:
-    """The key of the parameter `name` in a run with this seed."""
-    return Key(xxhash.xxh3_64_intdigest(f"{seed}/{name}/moments".encode()), part)
+def key_of(seed: int, name: str, part: Part, use: str = "moments") -> Key:
+    """The key of the parameter `name` in a run with this seed; each use has random numbers of its own."""
+    return Key(xxhash.xxh3_64_intdigest(f"{seed}/{name}/{use}".encode()), part)
+
+
+def blocks(n: int, device: torch.device) -> Iterator[slice]:
+    """Cut n elements into blocks: on a CPU, one fits into the cache; elsewhere, what is computed of it into memory."""
+    size = _BLOCK_ON_CPU if device.type == "cpu" else _BLOCK
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
 
 
 def mixed(word: int) -> int:

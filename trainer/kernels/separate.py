@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.kernels.keyed import Key, random_bits, rounded
+from trainer.kernels.keyed import Key, blocks, random_bits, rounded
 
-_BLOCK_ON_CPU = 1 << 18
-_BLOCK = 1 << 24
 STEP_BITS = 24
 """Updates are counted in float32, which counts to 2^24."""
 
@@ -59,9 +57,7 @@ def update(
     lr = torch.tensor(rates.lr, dtype=p.dtype).item()
     step_size = lr / (1.0 - power(rates.beta1, step))
     scale = 1.0 / math.sqrt(1.0 - power(rates.beta2, step))
-    block = _BLOCK_ON_CPU if p.device.type == "cpu" else _BLOCK
-    for start in range(0, len(p), block):
-        at = slice(start, min(start + block, len(p)))
+    for at in blocks(len(p), p.device):
         mean = m[at].to(p.dtype).mul_(rates.beta1).add_(g[at] * (1.0 - rates.beta1))
         square = v[at].to(p.dtype).mul_(rates.beta2).add_((g[at] * g[at]).mul_(1.0 - rates.beta2))
         change = (mean * step_size).div_(_root(square).mul_(scale).add_(rates.eps))

@@ -96,5 +96,6 @@ def _state(config: Config, model: Skeleton, name: str) -> dict[str, Tensor]:
     """The optimizer's state of a whole parameter, and its average, on the meta device."""
     rule = _rule(config, model, name)(config.optimizer)
     parameter = torch.empty(model.shapes[name], dtype=getattr(torch, config.training.dtype), device="meta")
-    average = {"average": parameter} if config.average.interval else {}
+    kept = parameter.bfloat16() if config.average.dtype == "bfloat16" else parameter
+    average = {"average": kept} if config.average.interval else {}
     return rule.state(parameter) | average

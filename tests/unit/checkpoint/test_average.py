@@ -40,14 +40,17 @@ def test_the_mean_of_three(tmp_path):
     assert read_manifest(tmp_path / "mean").config["model"] == read_manifest(folders[0]).config["model"]
 
 
-def test_the_average_of_one_and_what_is_not_averaged(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_of_one_and_what_is_not_averaged(tmp_path, dtype):
+    """The average is kept in a type of its own, and written in the weight's."""
     model = make_model(TINY["untied"])
     name, parameter = next(model.named_parameters())
-    kept = torch.randn_like(parameter)
+    kept = torch.randn_like(parameter, dtype=dtype)
     folder = written(tmp_path / "step-00000001", model, (f"average.{name}", kept), ("average_updates", torch.tensor(3)))
     average([folder], tmp_path / "average", NOTHING)
     found = weights(tmp_path / "average")
-    assert torch.equal(found.pop(f"model.{name}"), kept)
+    assert found[f"model.{name}"].dtype == torch.float32
+    assert torch.equal(found.pop(f"model.{name}"), kept.float())
     rest = {f"model.{other}": p for other, p in model.named_parameters() if other != name}
     assert found.keys() == rest.keys()
     assert all(torch.equal(found[other], rest[other]) for other in rest)

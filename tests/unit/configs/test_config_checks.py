@@ -276,6 +276,14 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "leaves nothing to train on",
         ),
         (
+            "tokenizer.path=t data.prepare={input=['a'],output='b',prompt_key='p',mask_until='?'}",
+            "--data.prepare: prompt_key and mask_until both say what gives loss; leave one out",
+        ),
+        (
+            "tokenizer.path=t data.prepare={input=['a'],output='b',prompt_key='p',text_key='p'}",
+            '--data.prepare: prompt_key and text_key both name "p"',
+        ),
+        (
             "tokenizer.path=t data.prepare={input=['a'],output='b/'} "
             "validation.sources=[{name='v',kind='tokens',path='b/validation'}]",
             "b/validation will be empty, because data.prepare.validation_fraction is 0",
@@ -350,6 +358,7 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "average.interval=1 training.dtype=bfloat16",
             "--average.interval: with decay 0.999, each update of an average",
         ),
+        ("average.dtype=bfloat16", "average.dtype does nothing with interval = 0"),
         (
             "optimizer.name=muon optimizer.split_heads=true model.attention=latent model.head_dim=128",
             "--optimizer.split_heads: latent attention has no q_proj, k_proj and v_proj whose rows are heads",

@@ -167,6 +167,29 @@ def test_a_mistake_names_the_line_of_its_stage(job, stages, said):
     assert said in str(error.value)
 
 
+OWN = "data.sources = [{name = 'a', kind = 'tests.unit.data.test_fork:Counted'}]"
+TEXT = "data.sources = [{name = 'a', kind = 'text', path = 'a.txt'}]"
+SYNTHETIC = "data.sources = [{name = 'b', kind = 'synthetic'}]"
+
+
+@pytest.mark.parametrize(
+    ("later", "line"),
+    [
+        ("[[stages]]\nat_step = 5\ntraining.seq_len = 8", 24),
+        (f"[[stages]]\nat_step = 5\ntraining.seq_len = 8\n{SYNTHETIC}\n[[stages]]\nat_step = 7\n{OWN}", 28),
+    ],
+)
+def test_a_source_of_ones_own_keeps_its_length_also_if_a_stage_leaves_it_out(job, later, line):
+    with pytest.raises(ConfigError) as error:
+        job(f"[[stages]]\nat_step = 3\n{OWN}\n{later}\n")
+    said = 'the source "a" of kind "tests.unit.data.test_fork:Counted" is read in sequences of 32 before, and of 8 here'
+    assert f"job.toml:{line}: {said}" in str(error.value)
+    in_between = f"[[stages]]\nat_step = 5\ntraining.seq_len = 8\n{SYNTHETIC}\n"
+    again = f"[[stages]]\nat_step = 7\ntraining.seq_len = 32\n{OWN}\n"
+    job(f"[[stages]]\nat_step = 3\n{OWN}\n{in_between}{again}")
+    job(f"[[stages]]\nat_step = 3\n{TEXT}\n{later.replace(OWN, TEXT)}\n", "--tokenizer.path", "t.model")
+
+
 def test_more_stages_than_anyone_means_are_refused(job):
     with pytest.raises(ConfigError, match="1,000 stages are too many; at most 256"):
         job(f"[[stages]]\nat_step = 1\nevery_steps = 1\ntraining.global_batch_size = {[8] * 1000}\n")

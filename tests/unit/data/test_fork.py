@@ -1,16 +1,19 @@
 """A run that is forked with another mixture reads on where each source was left, or says why it can't."""
 
+import json
 from contextlib import closing
 from itertools import islice
 
 import pytest
 
 from configs.errors import ConfigError
+from configs.own_code import admit
 from configs.schema import Config
 from trainer.data.fork import forked_position
 from trainer.data.loader import build_loader
 from trainer.data.order import Start
 from trainer.data.text.token_writer import TokenFileWriter
+from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
 SEQ_LEN = 8
 VOCAB_SIZE = 64
@@ -159,3 +162,82 @@ def test_other_data_under_the_name_of_a_source_that_is_partly_read_is_refused(co
     other.data.sources[0].__dict__["path"] = str(corpus / "books")
     with pytest.raises(ConfigError, match="23 windows -> 14 windows"):
         forked_position(position, first.model_dump(mode="json"), other)
+
+
+class Counted:
+    """A source of one's own, whose windows are its ordinals."""
+
+    def __init__(self, settings, seq_len, vocab_size, seed):
+        pass
+
+    def addresses(self, ordinals):
+        return ordinals
+
+    def read(self, address, tokens, starts):
+        tokens[:] = address
+
+    def state(self):
+        return {"fingerprint": "counted"}
+
+    def check_unchanged(self):
+        pass
+
+
+def with_own(config):
+    """The job, in which `web` is a source of one's own."""
+    kind = f"{__name__}:Counted"
+    admit(kind, "data.sources.0.kind")
+    config.data.sources[0].__dict__["kind"] = kind
+    return config
+
+
+def test_a_source_of_ones_own_that_comes_back_in_another_length_is_refused(corpus):
+    """Its windows would be others, also if a stage without it has changed the length."""
+    first = with_own(job(corpus, {"web": 3.0, "code": 1.0}))
+    _, position = read(first, BEGINNING, 5)
+    without = job(corpus, {"books": 1.0}, seq_len=2 * SEQ_LEN)
+    position = forked_position(position, first.model_dump(mode="json"), without)
+    _, position = read(without, position, 2)
+    longer = with_own(job(corpus, {"web": 1.0, "books": 1.0}, seq_len=2 * SEQ_LEN))
+    with pytest.raises(
+        ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len: 8 -> 16, which no"
+    ):
+        forked_position(position, without.model_dump(mode="json"), longer)
+    as_before = with_own(job(corpus, {"web": 1.0}))
+    position = forked_position(position, without.model_dump(mode="json"), as_before)
+    assert read(as_before, position, 1)[0] == [15, 16, 17, 18]
+
+
+def test_text_goes_on_at_its_next_token_in_other_lengths_also_after_a_stage_without_it(corpus, tmp_path):
+    """The samples of each virtual shard, put together, are its documents without a gap."""
+    documents = [f"document {number}: " + "abc " * (number % 5) for number in range(12)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    path = tmp_path / "t.model"
+    train_sentencepiece(iter(documents), path, 282)
+    tokenizer = load_tokenizer(path)
+    shards = [encode_document(tokenizer, text) * 40 for text in documents]  # of so few documents, each has one
+    n_read = 0
+    before, position = None, BEGINNING
+    for seq_len, weights in [(8, {"text": 1.0, "web": 1.0}), (16, {"web": 1.0}), (16, {"text": 2.0, "web": 1.0})] * 2:
+        config = job(corpus, weights, seq_len=seq_len)
+        config.model.__dict__["vocab_size"] = 282
+        config.tokenizer.__dict__["path"] = str(path)
+        for source in config.data.sources:
+            if source.name == "text":
+                source.__dict__.update(kind="text", path=str(tmp_path / "text.jsonl"))
+            else:
+                source.__dict__.update(kind="synthetic", path=None)
+        if before:
+            position = forked_position(position, before.model_dump(mode="json"), config)
+        start = Start(**position.get("start", {}))
+        given = {"states": position["sources"], "order": position.get("order"), "start": start}
+        with closing(build_loader(config, 0, 1, position["next_sample"], **given)) as loader:
+            for batch in (batch for step in islice(loader, 7) for batch in step if batch.source == "text"):
+                shard = shards[n_read % len(shards)]
+                assert batch.tokens[0].tolist() == shard[:seq_len]
+                assert batch.targets[0].tolist() == shard[1 : seq_len + 1]
+                del shard[:seq_len]
+                n_read += 1
+            position = loader.state_dict()
+        before = config
+    assert n_read > 5 * len(shards)

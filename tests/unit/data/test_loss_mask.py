@@ -68,7 +68,7 @@ def test_parts_are_those_of_a_scan_by_character(text, until, after):
 )
 def test_bos_gives_no_loss_and_eos_as_the_text_before_it(text, until, after, bos, eos):
     tokenizer = Characters(bos, eos)
-    numbers = encode_masked(tokenizer, text, until, after)
+    numbers = encode_masked(tokenizer, parts_of(text, until, after))
     assert (numbers >> 1).tolist() == encode_document(tokenizer, text)
     *flags, last = learned(text, until, after)
     expected = [False] * (bos is not None) + flags + [last] * (eos is not None)

@@ -195,18 +195,18 @@ def test_of_two_calls_of_one_share_the_later_does_it_and_the_earlier_says_so(tmp
     inputs = write_corpus(tmp_path)
     output = tmp_path / "out"
     one(inputs, tmp_path / "one", tokenizer)
-    texts_of = shares.texts_of
+    documents_of = shares.documents_of
     later = []
 
-    def texts_and_another_call(shard, bad):
-        for number, text in enumerate(texts_of(shard, bad)):
+    def documents_and_another_call(shard, bad):
+        for number, document in enumerate(documents_of(shard, bad)):
             if number == 1 and not later:
                 later.append(None)
                 later.append(make_share(call(inputs, output, tokenizer), 0, n))
-            yield text
+            yield document
 
-    monkeypatch.setattr(shares, "texts_of", texts_and_another_call)
-    monkeypatch.setattr(shard_module, "texts_of", texts_and_another_call)
+    monkeypatch.setattr(shares, "documents_of", documents_and_another_call)
+    monkeypatch.setattr(shard_module, "documents_of", documents_and_another_call)
     with pytest.raises(UserError, match=f"another call of shard 0/{n} has begun after this one, and does its work"):
         make_share(call(inputs, output, tokenizer), 0, n)
     assert later[1] == (len(list((tmp_path / ".out.shards").rglob("0*.json"))), 0)

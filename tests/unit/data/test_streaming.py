@@ -57,14 +57,14 @@ def folder(tmp_path_factory):
     return path
 
 
-def source(folder, state=None, repeat=True, tokenizer=None):
+def source(folder, state=None, repeat=True, tokenizer=None, seq_len=SEQ_LEN, earlier=()):
     reader: Any = tokenizer or Letters()
-    return TextSource(str(folder), "text", reader, SEQ_LEN, repeat, state)
+    return TextSource(str(folder), "text", reader, seq_len, repeat, state, earlier)
 
 
-def window(source, ordinal):
+def window(source, ordinal, seq_len=SEQ_LEN):
     """The tokens of a sample, negative where a document begins."""
-    tokens, starts = np.zeros(SEQ_LEN + 1, dtype=np.int64), np.zeros(SEQ_LEN + 1, dtype=bool)
+    tokens, starts = np.zeros(seq_len + 1, dtype=np.int64), np.zeros(seq_len + 1, dtype=bool)
     source.read(ordinal, tokens, starts)
     return np.where(starts, -tokens, tokens).tolist()
 
@@ -112,6 +112,44 @@ def test_a_resume_goes_on_exactly_at_any_number_of_ranks(folder, n_ranks, per_ra
                 done = min(done + per_rank, N_SAMPLES)
         merged = merge_states([rank.state() for rank in ranks])
         state = json.loads(json.dumps(merged)) if keep_cursors else None
+
+
+def reference_of_stages(stages):
+    """The samples if each stage, (seq_len, samples), cuts on where the last has left every shard."""
+    streams = [
+        [t for text in (texts(13) * 60)[shard::N_SHARDS] for t in [-1, *map(ord, text), 2]] for shard in range(N_SHARDS)
+    ]
+    samples = []
+    for seq_len, n_samples in stages:
+        for _ in range(n_samples):
+            stream = streams[len(samples) % N_SHARDS]
+            samples.append(stream[: seq_len + 1])
+            del stream[:seq_len]
+    return samples
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 3, 7, 8, 20]), st.integers(0, 30)), min_size=1, max_size=4),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_windows_of_another_length_go_on_at_the_next_token_of_each_shard(folder, stages, keep_cursors, dice):
+    """With and without cursors, and whatever is read first in a stage."""
+    expected = reference_of_stages(stages)
+    earlier: list[list[int]] = []
+    state, done = None, 0
+    for seq_len, n_samples in stages:
+        text = source(folder, state, seq_len=seq_len, earlier=earlier)
+        ordinals = list(range(done, done + n_samples))
+        done += n_samples
+        for ordinal in dice.sample(ordinals, len(ordinals)):
+            text.addresses(np.array([ordinal]))
+            assert window(text, ordinal, seq_len) == expected[ordinal]
+        for ordinal in ordinals:  # in order, after which the cursors are the next stage's
+            assert window(text, ordinal, seq_len) == expected[ordinal]
+        state = json.loads(json.dumps(text.state())) if keep_cursors else None
+        earlier.append([seq_len, done])
 
 
 def test_a_rank_tokenises_only_its_shards(folder):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from trainer.data.text import documents as module
 from trainer.data.text.bad_files import BINARY, HIDDEN, LINKED, BadFiles
-from trainer.data.text.documents import documents, pieces, read
+from trainer.data.text.documents import Keys, documents, pieces, read
 from trainer.data.text.listing import examine, list_files
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,7 @@ def test_jsonl_lines_are_read_once_wherever_it_is_cut(tmp_path_factory, texts, p
         patch.setattr(module, "PIECE_BYTES", piece_bytes)
         parts = pieces(str(path))
         assert sum(part.n_bytes for part in parts) == path.stat().st_size
-        assert [text for part in parts for text in read(part, "text", BadFiles())] == texts
+        assert [text for part in parts for text, _ in read(part, Keys(), BadFiles())] == texts
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_parquet_rows_come_in_order_one_piece_a_row_group(tmp_path):
 def test_a_parquet_file_without_row_groups_has_no_documents(tmp_path):
     pyarrow.parquet.ParquetWriter(tmp_path / "x.parquet", pyarrow.schema({"text": pyarrow.string()})).close()
     assert read_all(tmp_path) == ([], [])
-    examine(list_files([str(tmp_path)], BadFiles()), "text", BadFiles())
+    examine(list_files([str(tmp_path)], BadFiles()), Keys(), BadFiles())
 
 
 def test_bad_parquet_rows_and_files_are_named(tmp_path):
@@ -164,7 +164,7 @@ def test_the_standard_library_is_over_10_mb_of_text():
     assert paths == sorted(paths)
     assert any(path.endswith("/argparse.py") for path in paths)
     assert not [path for path in paths if "site-packages" in path or "/test/" in path]
-    assert sum(len(text.encode()) for part in found for text in read(part, "text", BadFiles())) == sum(
+    assert sum(len(text.encode()) for part in found for text, _ in read(part, Keys(), BadFiles())) == sum(
         part.n_bytes for part in found
     )
 

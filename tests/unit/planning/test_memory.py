@@ -57,6 +57,15 @@ def test_other_states_take_their_bytes(dtype, optimizer):
     assert checkpoint_bytes(settings) == bytes_of(model.parameters()) + bytes_of(state.values())
 
 
+@pytest.mark.parametrize(("dtype", "n_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_an_average_takes_the_bytes_of_its_type(dtype, n_bytes):
+    settings = config(average={"interval": 10, "dtype": dtype})
+    elements = sum(parameter.numel() for parameter in build_model(settings.model).parameters())
+    added = estimate_memory(settings, ONE, "cpu").optimizer - estimate_memory(config(), ONE, "cpu").optimizer
+    assert added == n_bytes * elements
+    assert checkpoint_bytes(settings) - checkpoint_bytes(config()) == n_bytes * elements + 8
+
+
 def test_what_is_always_frozen_has_neither_gradients_nor_state():
     groups = [{"pattern": "layers.[02].*", "freeze": True}, {"pattern": "embed*", "freeze_until_step": 5}]
     settings = config(optimizer={"groups": groups})

@@ -68,3 +68,9 @@ def test_tensor_parallelism_gathers_the_sequence_before_each_cut_matrix():
     # al. 2022, figure 5.
     calls = MICRO_BATCHES * (4 * config.model.n_layers + 2)
     assert traffic[Collective("reduce_scatter", "tp")] == Traffic(calls, calls * hidden_bytes(config))
+
+
+def test_an_average_in_bfloat16_sends_nothing():
+    _, plain = traced(2, 8)
+    _, averaged = traced(2, 8, "--average.interval", "1", "--average.dtype", "bfloat16")
+    assert averaged == plain

@@ -13,6 +13,8 @@ the input's documents.
 | any of them but `.parquet` and `.arrow` with `.gz`, `.zst` or `.bz2` | as without |
 | `hub:NAME` | the rows of a Hugging Face dataset, as of one commit (`hub`) |
 
+Records may also have a prompt for each text, under a key of its own.
+
 Each reader gives a piece's records with their numbers; `read` takes the texts from them and names what has none, in
 one way for all formats. What cannot be read as UTF-8 text is counted against a limit (`BadFiles`). A file with a NUL
 byte is binary: it is skipped and counted.
@@ -37,7 +39,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
 from configs.errors import UserError
 from configs.untrusted import parse_json, read_file, shortened
@@ -85,11 +87,44 @@ class Piece:
     """Its size, for the progress display and for an even division of the work."""
 
 
+class Keys(NamedTuple):
+    """The keys of records, or their columns, in which texts are."""
+
+    text: str = "text"
+    prompt: str | None = None
+    """None: there are no prompts."""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The keys, each with the name of the option that sets it."""
+        return {self.text: "text_key"} | ({self.prompt: "prompt_key"} if self.prompt else {})
+
+
+class Document(NamedTuple):
+    """A text, and the prompt that it answers."""
+
+    text: str
+    prompt: str = ""
+    """It comes before the text, and gives no loss."""
+
+    @property
+    def content(self) -> bytes:
+        """What the document is told from others by; a byte that no UTF-8 has divides the prompt from the text."""
+        text = self.text.encode()
+        return self.prompt.encode() + b"\xff" + text if self.prompt else text
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of text."""
+        return len(self.prompt.encode()) + len(self.text.encode())
+
+
 def documents(input: str, text_key: str = "text", bad: BadFiles | None = None, separator: str = "") -> Iterator[str]:
-    """The documents of one input, in order; without `bad`, the first unreadable one is an error (UserError)."""
+    """The texts of one input, in order; without `bad`, the first unreadable one is an error (UserError)."""
     bad = bad or BadFiles()
     for piece in pieces(input, bad):
-        yield from read(piece, text_key, bad, separator)
+        for document in read(piece, Keys(text_key), bad, separator):
+            yield document.text
 
 
 def pieces(input: str, bad: BadFiles | None = None) -> list[Piece]:
@@ -105,7 +140,7 @@ def pieces(input: str, bad: BadFiles | None = None) -> list[Piece]:
     return [piece for file in files_of(input, bad or BadFiles()) for piece in file_pieces(file)]
 
 
-def read(piece: Piece, text_key: str, bad: BadFiles, separator: str = "") -> Iterator[str]:
+def read(piece: Piece, keys: Keys, bad: BadFiles, separator: str = "") -> Iterator[Document]:
     """The documents of a piece, in order; unreadable parts are added to `bad`."""
     path = piece.path
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -115,15 +150,15 @@ def read(piece: Piece, text_key: str, bad: BadFiles, separator: str = "") -> Ite
     damage = Exception if piece.kind in ("parquet", "arrow") else (OSError, ValueError, csv.Error)
     try:
         if piece.kind == "file":
-            yield from _read_file(path, separator)
+            yield from map(Document, _read_file(path, keys, separator))
             return
-        for number, record in _READERS[piece.kind](piece, text_key):
+        for number, record in _READERS[piece.kind](piece, keys):
             try:
-                text = _text_of(record, text_key)
+                document = Document(*(_text_of(record, key, option) for key, option in keys.options.items()))
             except ValueError as error:
                 bad.add(f"{_place(piece, number)}: {error}")
                 continue
-            yield text
+            yield document
     except UserError:
         raise
     except _IsBinary:
@@ -220,11 +255,12 @@ class _IsBinary(Exception):
     """A file is not text."""
 
 
-def _read_file(path: str, separator: str) -> list[str]:
+def _read_file(path: str, keys: Keys, separator: str) -> list[str]:
     raw = _whole(path)
     if b"\0" in raw:
         raise _IsBinary
     text = _decoded(raw)
+    _require_no_prompt(keys)
     return text.split(separator) if separator and _suffix(path) == ".txt" else [text]
 
 
@@ -274,7 +310,7 @@ def _without_mark(raw: bytes) -> bytes:
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
-def _read_jsonl(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+def _read_jsonl(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     """The values on the lines that begin in the piece, each with the byte where its line begins."""
     at = piece.start
     stop = sys.maxsize if _is_compressed(piece.path) else piece.stop
@@ -306,7 +342,7 @@ def _pass_line(file: IO[bytes], most: int) -> int:
     return n_bytes
 
 
-def _read_json(piece: Piece, text_key: str) -> Iterable[tuple[int, object]]:
+def _read_json(piece: Piece, keys: Keys) -> Iterable[tuple[int, object]]:
     """The records of a list of objects, or of one object with the key; any other JSON is a text like other files."""
     text = _decoded(_whole(piece.path))
     try:
@@ -317,36 +353,40 @@ def _read_json(piece: Piece, text_key: str) -> Iterable[tuple[int, object]]:
         value = None  # such as JSON with comments
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return enumerate(value)
-    is_record = isinstance(value, dict) and isinstance(value.get(text_key), str)
-    return [(0, value if is_record else {text_key: text})]
+    if isinstance(value, dict) and isinstance(value.get(keys.text), str):
+        return [(0, value)]
+    _require_no_prompt(keys)
+    return [(0, {keys.text: text})]
 
 
-def _read_csv(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+def _read_csv(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     """The rows, each with the number of its last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if _suffix(piece.path) == ".tsv" else ","
     with io.TextIOWrapper(_open(piece.path), "utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter, strict=True)
-        _require_column(rows.fieldnames or [], text_key)
+        _require_columns(rows.fieldnames or [], keys)
         for row in rows:
             is_whole = None not in row
             yield rows.line_num, row if is_whole else ValueError("more fields than the first line has names")
 
 
-def _read_parquet(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+def _read_parquet(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     parquet = import_package("pyarrow.parquet", f"{piece.path}: .parquet files")
-    _require_column(parquet.read_schema(piece.path).names, text_key)
-    with parquet.ParquetFile(piece.path, read_dictionary=[text_key]) as file:
-        batches = file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[text_key])
-        yield from _rows(batches, text_key, 0)
+    _require_columns(parquet.read_schema(piece.path).names, keys)
+    columns = list(keys.options)
+    with parquet.ParquetFile(piece.path, read_dictionary=columns) as file:
+        batches = file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=columns)
+        yield from _rows(batches, columns, 0)
 
 
-def _read_arrow(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+def _read_arrow(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     dataset = _open_arrow(piece.path)
-    _require_column(dataset.column_names, text_key)
-    chosen = dataset.select_columns([text_key]).select(range(piece.start, piece.stop)).with_format("arrow")
+    _require_columns(dataset.column_names, keys)
+    columns = list(keys.options)
+    chosen = dataset.select_columns(columns).select(range(piece.start, piece.stop)).with_format("arrow")
     batches = chain.from_iterable(table.to_batches() for table in chosen.iter(1024))
-    yield from _rows(batches, text_key, piece.start)
+    yield from _rows(batches, columns, piece.start)
 
 
 @cache
@@ -371,24 +411,36 @@ def _open_arrow(path: str) -> Any:
         raise OSError(f"datasets can't read it ({shortened(str(error), 400)})") from None
 
 
-def _rows(batches: Iterable[Any], text_key: str, first: int) -> Iterator[tuple[int, object]]:
-    """The values of the only column of Arrow's record batches, numbered from `first`."""
-    scalars = chain.from_iterable(batch.column(0) for batch in batches)
-    for number, scalar in enumerate(scalars, first):  # one by one: a dictionary may share one long text among all rows
-        yield number, {text_key: scalar.as_py()}
+def _rows(batches: Iterable[Any], columns: Sequence[str], first: int) -> Iterator[tuple[int, object]]:
+    """The rows of Arrow's record batches, numbered from `first`."""
+    number = first
+    for batch in batches:
+        # One by one: a dictionary may share one long text among all rows.
+        for scalars in zip(*map(batch.column, columns), strict=True):
+            yield number, {name: scalar.as_py() for name, scalar in zip(columns, scalars, strict=True)}
+            number += 1
 
 
-def _require_column(names: Sequence[str], text_key: str) -> None:
-    """Raise ValueError if the text's column is not among those of a file."""
-    if text_key not in names:
-        raise ValueError(f"no column {text_key!r}; there are {shortened(str(list(names)), 200)}{_KEY_HINT}")
+def _require_columns(names: Sequence[str], keys: Keys) -> None:
+    """Raise ValueError if a text's column is not among those of a file."""
+    for key, option in keys.options.items():
+        if key not in names:
+            raise ValueError(f"no column {key!r}; there are {shortened(str(list(names)), 200)}{_hint(option)}")
 
 
-def _read_hub(piece: Piece, text_key: str) -> Iterable[tuple[int, object]]:
+def _require_no_prompt(keys: Keys) -> None:
+    """Raise ValueError if a prompt is asked for, of a file that is one text."""
+    if keys.prompt:
+        raise ValueError(
+            f"it has no records, and so no prompt {keys.prompt!r} (prompt_key); give files of records, such as .jsonl"
+        )
+
+
+def _read_hub(piece: Piece, keys: Keys) -> Iterable[tuple[int, object]]:
     return enumerate(hub.rows(HUB + piece.path, piece.start))
 
 
-_READERS: dict[str, Callable[[Piece, str], Iterable[tuple[int, object]]]] = {
+_READERS: dict[str, Callable[[Piece, Keys], Iterable[tuple[int, object]]]] = {
     "jsonl": _read_jsonl,
     "json": _read_json,
     "csv": _read_csv,
@@ -409,11 +461,13 @@ def _parse(line: bytes) -> object:
         return error
 
 
-_KEY_HINT = "; --text-key (text_key in a job) names another"
+def _hint(option: str) -> str:
+    """How to name another key."""
+    return f"; --{option.replace('_', '-')} ({option} in a job) names another"
 
 
-def _text_of(record: object, text_key: str) -> str:
-    """The text of a JSON object or row.
+def _text_of(record: object, key: str, option: str) -> str:
+    """The text of a JSON object or row under a key, which `option` sets.
 
     Raises:
         ValueError: it has none, or is itself the reason for that.
@@ -421,13 +475,13 @@ def _text_of(record: object, text_key: str) -> str:
     if isinstance(record, ValueError):
         raise record
     if not isinstance(record, dict):
-        raise ValueError(f"expected an object with the key {text_key!r}, found {type(record).__name__}")
-    if text_key not in record:
+        raise ValueError(f"expected an object with the key {key!r}, found {type(record).__name__}")
+    if key not in record:
         keys = shortened(str(list(record)), 400)
-        raise ValueError(f"no text under the key {text_key!r}; the keys are {keys}{_KEY_HINT}")
-    text = record[text_key]
+        raise ValueError(f"no text under the key {key!r}; the keys are {keys}{_hint(option)}")
+    text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{text_key!r} is {'null' if text is None else type(text).__name__}, not a text")
+        raise ValueError(f"{key!r} is {'null' if text is None else type(text).__name__}, not a text")
     text.encode()  # JSON can spell half of a character ("\\ud800"), which is not text
     return text
 

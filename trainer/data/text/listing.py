@@ -22,7 +22,7 @@ from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import parse_json, read_file, shortened
 from trainer.data.text.bad_files import BadFiles
-from trainer.data.text.documents import file_pieces, read
+from trainer.data.text.documents import Keys, file_pieces, read
 from trainer.data.text.inputs import HUB, content_files, files_of
 
 NAME = "inputs.jsonl"
@@ -64,7 +64,7 @@ def list_files(inputs: Sequence[str], bad: BadFiles) -> list[tuple[str, Path]]:
 
 def examine(
     files: Sequence[tuple[str, Path]],
-    text_key: str,
+    keys: Keys,
     bad: BadFiles,
     threads: int = 1,
     report: Callable[[int], None] = lambda n_bytes: None,
@@ -76,12 +76,12 @@ def examine(
             the first is tried.
         report: called now and then with the bytes read so far.
     """
-    return [entry for entries in examined(files, text_key, bad, threads, report) for entry in entries]
+    return [entry for entries in examined(files, keys, bad, threads, report) for entry in entries]
 
 
 def examined(
     files: Sequence[tuple[str, Path]],
-    text_key: str,
+    keys: Keys,
     bad: BadFiles,
     threads: int = 1,
     report: Callable[[int], None] = lambda n_bytes: None,
@@ -90,7 +90,7 @@ def examined(
     done = 0
     told_at = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock
-        for entries, own in pool.map(partial(_examine, text_key), files):
+        for entries, own in pool.map(partial(_examine, keys), files):
             bad.merge(own.messages, own.skipped)
             done += sum(entry.n_bytes for entry in entries)
             if time.monotonic() - told_at > _REPORT_SECONDS:
@@ -99,13 +99,13 @@ def examined(
             yield entries
 
 
-def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], BadFiles]:
+def _examine(keys: Keys, file: tuple[str, Path]) -> tuple[list[InputFile], BadFiles]:
     name, path = file
     entries = [_entry(name, each) for each in plain_files(path)]
     bad = BadFiles()
     try:
         for piece in file_pieces(path)[:1]:  # a .parquet file may have none
-            next(read(piece, text_key, bad), None)
+            next(read(piece, keys, bad), None)
     except UserError:
         if not bad.messages:  # such as a missing package
             raise

@@ -204,7 +204,7 @@ def _shards(call: Call, working: Path, bad: BadFiles) -> tuple[list[InputFile], 
     call.progress(0, None, f"listing the files of {', '.join(settings.inputs)}")
     listed = list_files(settings.inputs, bad)
     looked_at = BadFiles(call.max_bad_files)
-    files = examine(listed, settings.text_key, looked_at, call.processes, report)
+    files = examine(listed, settings.keys, looked_at, call.processes, report)
     looked_at.check()
     portions = divide([piece for name in settings.inputs for piece in pieces(name)])
     common = (working, call.launch, call.tokenizer_path, settings, call.max_bad_files)
@@ -325,7 +325,7 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
     }
     if settings.drop_duplicates:
         record["duplicates"] = sum(report["duplicates"] for report in reports)
-    if settings.mask_until:
+    if settings.has_mask:
         record["masked"] = {name: _masked(settings, split, name, reports) for name, split in splits.items()}
     if settings.pack:
         record["packed"] = {name: _packed(settings.pack, split, name, reports) for name, split in splits.items()}
@@ -340,10 +340,11 @@ def _masked(settings: Settings, split: Split, name: str, reports: list[dict[str,
     """
     found = {key: sum(report["masked"][name][key] for report in reports) for key in reports[0]["masked"][name]}
     if not found["tokens_with_loss"]:
-        raise UserError(
-            f"no token of {name} would give loss: none of its {split.documents:,} document(s) has a text behind the "
-            f"marker {settings.mask_until!r} (mask_until), which must be written exactly as in the text"
-        )
+        reason = "has a token behind its prompt (prompt_key)"
+        if settings.mask_until is not None:
+            marker = f"the marker {settings.mask_until!r} (mask_until)"
+            reason = f"has a text behind {marker}, which must be written exactly as in the text"
+        raise UserError(f"no token of {name} would give loss: none of its {split.documents:,} document(s) {reason}")
     return found
 
 

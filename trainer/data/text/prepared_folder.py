@@ -10,6 +10,7 @@ from configs.errors import UserError
 from configs.files import replacing
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.text.bad_files import skipped_lines
+from trainer.data.text.documents import Keys
 from trainer.data.text.listing import changes, read_list
 
 RECORD = "prepare.json"
@@ -39,6 +40,18 @@ class Settings:
     """The text behind which tokens give loss (see `loss_mask`); None: all tokens do."""
     mask_after: str | None = None
     """The text behind which they give none again; None: they do up to the document's end."""
+    prompt_key: str | None = None
+    """The field or column of a text that comes before the document's, and gives no loss; None: there is none."""
+
+    @property
+    def keys(self) -> Keys:
+        """Where records have their texts."""
+        return Keys(self.text_key, self.prompt_key)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether token files say which tokens give loss."""
+        return self.mask_until is not None or self.prompt_key is not None
 
     @property
     def splits(self) -> list[str]:

@@ -15,8 +15,8 @@ import xxhash
 
 from trainer.data.packing import PackingWriter
 from trainer.data.text.bad_files import PATIENCE, BadFiles
-from trainer.data.text.documents import Piece, read
-from trainer.data.text.loss_mask import encode_masked
+from trainer.data.text.documents import Document, Piece, read
+from trainer.data.text.loss_mask import encode_masked, parts_of
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX
@@ -92,16 +92,15 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     copies = set(shard.duplicates)
     empty = duplicates = 0
     with Outputs(shard) as outputs:
-        for number, text in enumerate(texts_of(shard, bad)):
-            if not text:
+        for number, document in enumerate(documents_of(shard, bad)):
+            if not document.text:
                 empty += 1
                 continue
             if number in copies:
                 duplicates += 1
                 continue
-            raw = text.encode()
-            name = VALIDATION if is_validation(raw, shard.settings.validation_fraction) else TRAIN
-            outputs.add(name, encode(shard, text), len(raw))
+            is_held_out = is_validation(document.content, shard.settings.validation_fraction)
+            outputs.add(VALIDATION if is_held_out else TRAIN, encode(shard, document), document.n_bytes)
     return outputs.report(bad, empty, duplicates)
 
 
@@ -127,7 +126,7 @@ class Outputs:
 
     def add(self, name: str, tokens: Sequence[int] | np.ndarray, n_bytes: int) -> None:
         """Add a document, as its token file stores it, to a split; `n_bytes`: of its text."""
-        if self._shard.settings.mask_until:
+        if self._shard.settings.has_mask:
             with_loss = len(tokens) - int((np.asarray(tokens) & 1).sum())
             self._masked[name]["tokens_with_loss"] += with_loss
             self._masked[name]["documents_without_loss"] += not with_loss
@@ -155,13 +154,13 @@ class Outputs:
 def hash_shard(shard: Shard) -> bytes:
     """xxh3_128 of each of a shard's documents, 16 bytes each."""
     bad = BadFiles(shard.max_bad_files, PATIENCE)
-    return b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts_of(shard, bad))
+    return b"".join(xxhash.xxh3_128_digest(document.content) for document in documents_of(shard, bad))
 
 
-def texts_of(shard: Shard, bad: BadFiles) -> Iterator[str]:
+def documents_of(shard: Shard, bad: BadFiles) -> Iterator[Document]:
     """A shard's documents, in order; unreadable parts are added to `bad`."""
     for piece in shard.pieces:
-        yield from read(piece, shard.settings.text_key, bad, shard.settings.separator)
+        yield from read(piece, shard.settings.keys, bad, shard.settings.separator)
         read_bytes.add(piece.n_bytes)
 
 
@@ -190,18 +189,19 @@ _load_once = cache(load_tokenizer)
 def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
     path = shard.unfinished / split / (shard.name + SUFFIX)
     settings = shard.settings
-    has_mask = settings.mask_until is not None
-    writer = TokenFileWriter(path, settings.vocab_size, settings.tokenizer_hash, has_mask)
+    writer = TokenFileWriter(path, settings.vocab_size, settings.tokenizer_hash, settings.has_mask)
     return PackingWriter(writer, settings.pack) if settings.pack else writer
 
 
-def encode(shard: Shard, text: str) -> Sequence[int] | np.ndarray:
+def encode(shard: Shard, document: Document) -> Sequence[int] | np.ndarray:
     """A document as its token file stores it."""
     tokenizer = _load_once(shard.tokenizer_path)
     settings = shard.settings
-    if settings.mask_until is None:
-        return encode_document(tokenizer, text)
-    return encode_masked(tokenizer, text, settings.mask_until, settings.mask_after)
+    if settings.prompt_key is not None:
+        return encode_masked(tokenizer, [(document.prompt, False), (document.text, True)])
+    if settings.mask_until is not None:
+        return encode_masked(tokenizer, parts_of(document.text, settings.mask_until, settings.mask_after))
+    return encode_document(tokenizer, document.text)
 
 
 def make_folders(working: Path, settings: Settings, launch: str) -> None:

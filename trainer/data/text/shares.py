@@ -41,7 +41,16 @@ from trainer.data.text.listing import MAX_LIST_BYTES, InputFile, examined, named
 from trainer.data.text.plan import PLAN, Plan, RawShard, contents, make_plan, read_plan, require_as_planned
 from trainer.data.text.prepare import Call, discard, errors_of
 from trainer.data.text.prepared_folder import is_finished, write_json
-from trainer.data.text.shard import Shard, encode, is_validation, keep, make_folders, read_bytes, texts_of, write_shard
+from trainer.data.text.shard import (
+    Shard,
+    documents_of,
+    encode,
+    is_validation,
+    keep,
+    make_folders,
+    read_bytes,
+    write_shard,
+)
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.text.workers import do_all, on_all
 from trainer.data.token_file import SUFFIX
@@ -136,7 +145,7 @@ def _examine(call: Call, plan: Plan, share: int) -> list[Examined]:
     def report(n_bytes: int) -> None:
         call.progress(n_bytes, total, "checking the inputs")
 
-    found = iter(examined(files, call.settings.text_key, looked_at, call.processes, report))
+    found = iter(examined(files, call.settings.keys, looked_at, call.processes, report))
     entries: list[list[InputFile]] = [[] if each.input.startswith(HUB) else next(found) for each in listed]
     looked_at.check()
     return [
@@ -205,18 +214,17 @@ def _write_raw(shard: RawShard) -> dict[str, Any]:
     empty = 0
     documents = bytearray()
     digests = bytearray()
-    has_mask = settings.mask_until is not None
-    with TokenFileWriter(place.with_suffix(SUFFIX), settings.vocab_size, settings.tokenizer_hash, has_mask) as writer:
-        for text in texts_of(shard, bad):
-            if not text:
+    path = place.with_suffix(SUFFIX)
+    with TokenFileWriter(path, settings.vocab_size, settings.tokenizer_hash, settings.has_mask) as writer:
+        for document in documents_of(shard, bad):
+            if not document.text:
                 empty += 1
                 continue
-            raw = text.encode()
-            writer.append(encode(shard, text))
-            is_held_out = is_validation(raw, settings.validation_fraction)
-            documents += DOCUMENT.pack(len(raw), is_held_out)
+            writer.append(encode(shard, document))
+            is_held_out = is_validation(document.content, settings.validation_fraction)
+            documents += DOCUMENT.pack(document.n_bytes, is_held_out)
             if settings.drop_duplicates:
-                digests += xxhash.xxh3_128_digest(raw)
+                digests += xxhash.xxh3_128_digest(document.content)
     for suffix, data in ((DOCUMENTS, documents), (HASHES, _sorted_hashes(digests).tobytes())):
         with synced(place.with_suffix(suffix)) as file:
             file.write(data)

@@ -7,6 +7,8 @@ source is window i div V of shard i mod V, and so depends only on the text, the 
 the shards that its samples come from. That is its fair share if the global batch is a multiple of V (or V of it), and
 V is at least the number of data-parallel ranks.
 
+If a stage of the run has another seq_len, each shard goes on at its next token, in windows of the new length.
+
 Nothing is dropped or repeated: a document that does not fit continues in its shard's next window, and a shard's last,
 unfilled window of an epoch is filled with its first rows of the next epoch. Each epoch has every row once, in the order
 of the text. Since shards advance by tokens, not rows, they do not all enter an epoch at the same sample.
@@ -31,8 +33,9 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
+from trainer.data.lengths import Read
 from trainer.data.text.bad_files import BadFiles
-from trainer.data.text.documents import Piece, pieces, read
+from trainer.data.text.documents import Keys, Piece, pieces, read
 from trainer.data.text.hub import pin
 from trainer.data.text.inputs import content_files
 from trainer.data.tokenizer import Tokenizer, encode_document
@@ -84,9 +87,9 @@ class Rows:
         number = starts[first]
         for index in range(first, len(self.pieces)):
             start = number
-            for text in read(self.pieces[index], self.text_key, BadFiles()):
+            for document in read(self.pieces[index], Keys(self.text_key), BadFiles()):
                 if number >= row:
-                    yield number, text
+                    yield number, document.text
                 number += 1
             if index == len(self.sizes):
                 self.sizes.append(number - start)
@@ -150,14 +153,18 @@ class TextSource:
         seq_len: int,
         repeat: bool = True,
         state: dict[str, Any] | None = None,
+        earlier: Sequence[Sequence[int]] = (),
     ) -> None:
         """Stream the text `path` in epochs, or once and in order, from the cursors in `state` if it has any.
+
+        `earlier` says how far it was read in windows of other lengths; the fields of each `lengths.Read`.
 
         Raises:
             UserError: there is no such text, it has no documents, or one of its first cannot be read.
         """
         self._tokenizer = tokenizer
         self._seq_len = seq_len
+        self._earlier = [Read(*each) for each in earlier]
         self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
         self._fingerprint = text_fingerprint(layout, tokenizer.hash)
@@ -220,10 +227,15 @@ class TextSource:
         window, index = divmod(address, self._n_shards)
         shard = self._open(index, window)
         while shard.window < window:
-            self._fill(shard, self._seq_len)
-            shard.advance(self._seq_len)
+            length = self._length(shard.window * self._n_shards + index)
+            self._fill(shard, length)
+            shard.advance(length)
         self._fill(shard, self._seq_len + 1)
         return shard
+
+    def _length(self, ordinal: int) -> int:
+        """The length of a window."""
+        return next((read.seq_len for read in self._earlier if ordinal < read.until), self._seq_len)
 
     def _fill(self, shard: Shard, n_tokens: int) -> None:
         """Read rows until `n_tokens` of the shard are available."""
