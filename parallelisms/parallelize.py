@@ -2,12 +2,12 @@
 
 Pipeline stages are split off first; to the other techniques, each stage is a separate model. Float8 swaps modules (same
 names and parameters), so it comes before techniques that modify modules. Tensor and expert parallelism change what
-modules hold, and context parallelism changes what a block's forward pass calls, so these come before techniques that
-wrap the forward pass. Activation checkpointing wraps a block's forward pass, and compilation wraps the result, so that
-the compiler sees what is recomputed. FSDP comes last: its all-gathers and reductions run around the compiled blocks. A
-single rank has no FSDP if it computes with copies of its parameters (`compute_copies.py`), which it gets once they are
-in memory. No technique knows the model; each follows the model's plan. Parameter names never change, so a checkpoint
-fits any combination.
+modules hold, and context parallelism changes what a block's forward pass calls, which QK-clip then listens to; so these
+come before techniques that wrap the forward pass. Activation checkpointing wraps a block's forward pass, and
+compilation wraps the result, so that the compiler sees what is recomputed. FSDP comes last: its all-gathers and
+reductions run around the compiled blocks. A single rank has no FSDP if it computes with copies of its parameters
+(`compute_copies.py`), which it gets once they are in memory. No technique knows the model; each follows the model's
+plan. Parameter names never change, so a checkpoint fits any combination.
 """
 
 from torch import nn
