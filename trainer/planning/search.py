@@ -4,8 +4,9 @@ Only machine keys vary, so all candidates learn the same: the mesh, what FSDP ke
 pipeline's schedule, and what is recomputed. Candidates that differ only in how FSDP shards are one branch. A branch has
 a bound below the time of its candidates: the work of all layers spread evenly over the pipeline, with its bubble. It
 has one below their memory, too: states spread over all ranks, and activations that wait. Branches are opened by
-ascending time, until the next one's bound is above the slowest job to report: what stays closed cannot be among the
-best. Times and memory of what is opened are those of `keel plan`.
+ascending bound, and the memory of their candidates is estimated by ascending time, until the next one's bound or time
+is above that of the slowest job to report: what is left cannot be among the best. Times and memory are those of
+`keel plan`.
 """
 
 from bisect import insort
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import product
 from math import inf, prod
 
@@ -93,6 +95,19 @@ class _Branch:
     """Seconds of a step that none of them is below."""
 
 
+@dataclass(order=True)
+class _Timed:
+    """A candidate whose time is known; in order of that, and of equals as branches are opened."""
+
+    seconds: float
+    branch: int
+    place: int
+    job: Config = field(compare=False)
+    parts: Mapping[str, float] = field(compare=False)
+    too_large: list[Config] = field(compare=False)
+    """Those of the branch that do not fit."""
+
+
 @dataclass(frozen=True)
 class _WithLeastBlocks(RankMemory):
     """A bound below the memory of a rank: all but its blocks as estimated, and of those their part of the whole."""
@@ -140,20 +155,17 @@ class Search:
         require_modelled(self.config.model_copy(update={"mesh": Mesh()}), self.device)
         counts: Counter[str] = Counter()
         best: list[Found] = []
-        for branch in sorted(self._branches(), key=lambda branch: branch.bound):
-            members = list(self._members(branch.job))
-            slowest = best[-1].seconds if self.prunes and len(best) == BEST else inf
-            if branch.bound > slowest:
-                counts["pruned"] += len(members)
+        opened: list[_Timed] = []
+        for number, branch in enumerate(sorted(self._branches(), key=lambda branch: branch.bound)):
+            self._settle(opened, branch.bound, best, counts)
+            if branch.bound > self._slowest(best):
+                counts["pruned"] += len(list(self._members(branch.job)))
             elif self.prunes and self._least_memory(branch.job) > self.limit:
-                counts["too large"] += len(members)
+                counts["too large"] += len(list(self._members(branch.job)))
             else:
-                too_large: list[Fsdp] = []  # with as few replicas as a member before, so with more as well
-                for job in members:
-                    if self.prunes and job.fsdp in too_large:
-                        counts["too large"] += 1
-                    elif not self._estimate(job, best, counts):
-                        too_large.append(job.fsdp)
+                for timed in self._timed(branch, number):
+                    heappush(opened, timed)
+        self._settle(opened, inf, best, counts)
         if not best:
             raise UserError(
                 f"none of {sum(counts.values()):,} ways to run {self.config.job.name} on {self.ranks:,} ranks fits "
@@ -169,23 +181,42 @@ class Search:
         """Bytes that tensors may take: what `activation_checkpoint.memory_limit_gib = "device"` fills."""
         return min(SHARE_OF_A_CARD * self.device_bytes, self.device_bytes - CONTEXT_BYTES)
 
-    def _estimate(self, job: Config, best: list[Found], counts: Counter[str]) -> bool:
-        """Put a candidate among the best if it is, which takes its time first; returns False if it does not fit."""
-        parts = slowest_rank(job, self.ranks, self.device, self.gpus_per_host).step()
-        if self.prunes and len(best) == BEST and sum(parts.values()) > best[-1].seconds:
-            counts["estimated"] += 1
-            return True
+    def _slowest(self, best: Sequence[Found]) -> float:
+        """Seconds of the slowest job to report: nothing that is slower needs a look."""
+        return best[-1].seconds if self.prunes and len(best) == BEST else inf
+
+    def _timed(self, branch: _Branch, number: int) -> Iterator["_Timed"]:
+        """The candidates of a branch, with their times."""
+        too_large: list[Config] = []
+        for place, job in enumerate(self._members(branch.job)):
+            parts = slowest_rank(job, self.ranks, self.device, self.gpus_per_host).step()
+            yield _Timed(sum(parts.values()), number, place, job, parts, too_large)
+
+    def _settle(self, opened: list["_Timed"], until: float, best: list[Found], counts: Counter[str]) -> None:
+        """Put the candidates that are faster than `until` among the best if they are and fit, the fastest first."""
+        while opened and opened[0].seconds < until:
+            candidate = heappop(opened)
+            if candidate.seconds > self._slowest(best):
+                counts["estimated"] += 1
+            elif (memory := self._fitting(candidate)) is None:
+                candidate.too_large.append(candidate.job)
+                counts["too large"] += 1
+            else:
+                counts["estimated"] += 1
+                insort(best, Found(candidate.job, candidate.parts, memory), key=lambda found: found.order)
+                del best[BEST:]
+
+    def _fitting(self, candidate: "_Timed") -> int | None:
+        """Bytes that a candidate takes; None if it does not fit."""
+        job = candidate.job
+        if self.prunes and any(_shards_less(job, other) for other in candidate.too_large):
+            return None
         sizes = mesh_sizes(job, self.ranks)
         ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in distinct_ranks(job)]
-        is_possible = not self.prunes or largest(ranks).device <= self.limit  # before blocks are traced on this mesh
-        memory = self._memory(job, sizes) if is_possible else 0
-        if not is_possible or memory > self.limit:
-            counts["too large"] += 1
-            return False
-        counts["estimated"] += 1
-        insort(best, Found(job, parts, memory), key=lambda found: found.order)
-        del best[BEST:]
-        return True
+        if self.prunes and largest(ranks).device > self.limit:  # before blocks are traced on this mesh
+            return None
+        memory = self._memory(job, sizes)
+        return memory if memory <= self.limit else None
 
     def _memory(self, job: Config, sizes: MeshSizes) -> int:
         """Bytes at the peak of the stage that takes the most."""
@@ -356,6 +387,11 @@ class Search:
     @cached_property
     def _freezes(self) -> bool:
         return any(group.freeze for group in self.config.optimizer.groups)
+
+
+def _shards_less(job: Config, other: Config) -> bool:
+    """Whether a job of the same branch shards alike, over as few ranks or fewer."""
+    return job.fsdp == other.fsdp and job.mesh.dp_replicate >= other.mesh.dp_replicate
 
 
 def _divisors(n: int) -> list[int]:
