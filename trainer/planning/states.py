@@ -18,9 +18,16 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 """Bytes of an element, by dtype."""
 
 
-def always_frozen(config: Config, model: Skeleton) -> set[str]:
-    """Names of the parameters that never train."""
-    return {name for name, step in frozen_until(config.optimizer, list(model.shapes)).items() if math.isinf(step)}
+_frozen: dict[tuple[Skeleton, str], frozenset[str]] = {}
+
+
+def always_frozen(config: Config, model: Skeleton) -> frozenset[str]:
+    """Names of the parameters that never train, found once for all jobs of the same groups."""
+    key = model, repr(config.optimizer.groups)
+    if key not in _frozen:
+        until = frozen_until(config.optimizer, list(model.shapes))
+        _frozen[key] = frozenset(name for name, step in until.items() if math.isinf(step))
+    return _frozen[key]
 
 
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
@@ -89,9 +96,16 @@ def _rule(config: Config, model: Skeleton, name: str) -> type[Rule]:
     return rule_of(rule_name(config.optimizer, is_hidden))
 
 
+_states: dict[tuple, dict[str, Tensor]] = {}
+
+
 def _state(config: Config, model: Skeleton, name: str) -> dict[str, Tensor]:
-    """The optimizer's state of a whole parameter, and its average, on the meta device."""
-    rule = _rule(config, model, name)(config.optimizer)
-    parameter = torch.empty(model.shapes[name], dtype=getattr(torch, config.training.dtype), device="meta")
-    average = {"average": parameter} if config.average.interval else {}
-    return rule.state(parameter) | average
+    """The optimizer's state of a whole parameter, and its average, on the meta device; made once for all like it."""
+    rule = _rule(config, model, name)
+    shape = model.shapes[name]
+    key = rule, repr(config.optimizer), config.training.dtype, config.average.interval > 0, shape
+    if key not in _states:
+        parameter = torch.empty(shape, dtype=getattr(torch, config.training.dtype), device="meta")
+        average = {"average": parameter} if config.average.interval else {}
+        _states[key] = rule(config.optimizer).state(parameter) | average
+    return _states[key]

@@ -217,28 +217,30 @@ class _Rank(LayerTime):
         The parts are "gather", "reduce" and "sum" (over replicas), of experts apart from the rest under expert
         parallelism.
         """
-        memory = self.memory
-        shapes = memory.shapes
+        known: dict[tuple, dict[str, tuple[str, float, float]]] = {}
         found = []
-        for group in memory.groups:
-            apart = [name for name in group.names if memory.is_apart(name)]
-            experts = sum(math.prod(shapes[name]) for name in apart)
-            all_elements = sum(math.prod(shapes[name]) for name in group.names)
-            gathered = group.gathered_bytes - experts * memory.compute_bytes
-            trained = group.trained * (1 - experts / max(all_elements, 1))
-            summed_apart = sum(memory.shards[name] for name in apart if name not in memory.frozen)
-            each = {
-                "gather": self._of("all_gather", "shard", gathered),
-                "gather_experts": self._of("all_gather", "expert_shard", experts * memory.compute_bytes),
-                "reduce": self._of("reduce_scatter", "shard", trained * memory.reduce_bytes),
-                "reduce_experts": self._of(
-                    "reduce_scatter", "expert_shard", (group.trained - trained) * memory.reduce_bytes
-                ),
-                "sum": self._of("all_reduce", "replicas", (group.trained_shard - summed_apart) * memory.reduce_bytes),
-                "sum_experts": self._of("all_reduce", self._replicas_of_experts, summed_apart * memory.reduce_bytes),
-            }
-            found.append(each)
+        for group in self.memory.groups:
+            of_experts = group.apart, group.apart_shard
+            kind = group.gathered_bytes, group.elements, group.trained, group.trained_shard, of_experts
+            if kind not in known:
+                known[kind] = self._traffic_of(group)
+            found.append(known[kind])
         return found
+
+    def _traffic_of(self, group: Group) -> dict[str, tuple[str, float, float]]:
+        memory = self.memory
+        gathered = group.gathered_bytes - group.apart * memory.compute_bytes
+        trained = group.trained * (1 - group.apart / max(group.elements, 1))
+        of_experts = group.trained - trained
+        summed = group.trained_shard - group.apart_shard
+        return {
+            "gather": self._of("all_gather", "shard", gathered),
+            "gather_experts": self._of("all_gather", "expert_shard", group.apart * memory.compute_bytes),
+            "reduce": self._of("reduce_scatter", "shard", trained * memory.reduce_bytes),
+            "reduce_experts": self._of("reduce_scatter", "expert_shard", of_experts * memory.reduce_bytes),
+            "sum": self._of("all_reduce", "replicas", summed * memory.reduce_bytes),
+            "sum_experts": self._of("all_reduce", self._replicas_of_experts, group.apart_shard * memory.reduce_bytes),
+        }
 
     @property
     def _replicas_of_experts(self) -> str:
@@ -251,10 +253,20 @@ class _Rank(LayerTime):
             return axis, 0.0, 0.0
         return axis, n_bytes, self.network.seconds(op, n_bytes, ranks, stride)
 
-    def _seconds_of(self, group: int, what: str) -> float:
-        """Seconds of a group's "gather" or "reduce", its experts' and its replicas' included."""
+    def _seconds_of(self, what: str) -> list[float]:
+        """Seconds of each group's "gather" or "reduce", its experts' and its replicas' included."""
         parts = {"gather": ("gather",), "reduce": ("reduce", "sum")}[what]
-        return sum(seconds for part, (_, _, seconds) in self._traffic[group].items() if part.startswith(parts))
+        return [
+            sum(seconds for part, (_, _, seconds) in each.items() if part.startswith(parts)) for each in self._traffic
+        ]
+
+    @cached_property
+    def _gathers(self) -> list[float]:
+        return self._seconds_of("gather")
+
+    @cached_property
+    def _reduces(self) -> list[float]:
+        return self._seconds_of("reduce")
 
     def _gathers_again(self, group: int) -> bool:
         """Whether the backward pass gathers a group that the forward pass has freed."""
@@ -267,9 +279,9 @@ class _Rank(LayerTime):
     def _fsdp(self, gathers: bool, reduces: bool) -> tuple[float, float]:
         """Exposed and hidden seconds of FSDP's collectives in one micro-batch."""
         n = len(self.passes)
-        gather = [self._seconds_of(g, "gather") * gathers for g in range(n)]
-        again = [self._seconds_of(g, "gather") * self._gathers_again(g) for g in range(n)]
-        reduce = [self._seconds_of(g, "reduce") * reduces for g in range(n)]
+        gather = [seconds * gathers for seconds in self._gathers]
+        again = [seconds * self._gathers_again(g) for g, seconds in enumerate(self._gathers)]
+        reduce = [seconds * reduces for seconds in self._reduces]
         exposed = gather[0] + reduce[0]
         for g, (forward, backward) in enumerate(self.passes):
             beside_forward = gather[g + 1] if g + 1 < n else 0.0
@@ -349,13 +361,13 @@ class _Rank(LayerTime):
     def _optimizer(self) -> float:
         """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
         memory = self.memory
-        elements = sum(memory.shards.values())
+        elements = memory.held.elements
         parameters = elements * memory.state_bytes
         moved = 2 * (parameters + memory.optimizer) + 4 * parameters
         sent = 0.0
         if self.sizes.by_owner:
             element = BYTES[self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype]
-            apart = sum(size for name, size in memory.shards.items() if memory.is_apart(name))
+            apart = memory.held.apart
             sent += self.network.seconds("all_gather", (elements - apart) * element, *self.axis("replicas"))
             sent += self.network.seconds("all_gather", apart * element, *self.axis("expert_replicas"))
         return moved / self.device.memory + sent
