@@ -261,6 +261,11 @@ class RankMemory:
         converted = choose(self.model.shapes, self.model.plan, self.config).converted
         return frozenset(f"{name}.weight" for name in converted)
 
+    @property
+    def saved(self) -> int:
+        """Bytes of its part of a checkpoint, of the owner that has the most."""
+        return max(optimizer_bytes(self.config, self.sizes, self.shards, with_parameters=True))
+
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The whole model's parameters that never train."""

@@ -30,7 +30,9 @@ def always_frozen(config: Config, model: Skeleton) -> frozenset[str]:
     return _frozen[key]
 
 
-def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
+def optimizer_bytes(
+    config: Config, sizes: MeshSizes, elements: Mapping[str, int], with_parameters: bool = False
+) -> list[int]:
     """Bytes of optimizer state, for each rank that holds a different part of it, in order.
 
     What never trains has none. An owner that sends rounded parameters also keeps them in full precision. An owner's
@@ -40,8 +42,10 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     Args:
         config, sizes: the job and its mesh.
         elements: number of elements of each parameter, by name.
+        with_parameters: also count the parameters that go with it into a checkpoint.
     """
-    masters = BYTES[config.training.dtype] if config.fsdp.owner_broadcast_dtype is not None else 0
+    has_masters = with_parameters or config.fsdp.owner_broadcast_dtype is not None
+    masters = BYTES[config.training.dtype] * has_masters
     model = skeleton(config.model)
     frozen = always_frozen(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)

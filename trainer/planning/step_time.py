@@ -55,6 +55,22 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class SaveTime:
+    """What training waits for at a save: the copy of a rank's state to its host, from which it is written."""
+
+    n_bytes: int
+    """Bytes of the rank that copies the most."""
+    seconds: float
+    interval: int
+    """Steps from save to save."""
+
+    @property
+    def of_a_step(self) -> float:
+        """Seconds of a save as a mean over the steps."""
+        return self.seconds / self.interval
+
+
+@dataclass(frozen=True)
 class StepTime:
     """The estimate of a step, on the pipeline rank that takes the longest."""
 
@@ -70,12 +86,19 @@ class StepTime:
     """FLOP/s by which MFU is measured."""
     checkpoint: int
     """Bytes of a checkpoint."""
+    save: SaveTime | None
+    """None: the run saves at its end only, or its states are in the host's memory."""
     left_out: Sequence[str]
     """What the job does that the estimate does not contain."""
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def seconds_with_saves(self) -> float:
+        """The mean of the run's steps, between which it saves."""
+        return self.seconds + (self.save.of_a_step if self.save else 0.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,7 +118,8 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
     """
     require_modelled(config, device)
-    slowest = slowest_rank(config, ranks, device, gpus_per_host)
+    kinds = _by_kind(config, ranks, device, gpus_per_host)
+    slowest = max(kinds, key=lambda rank: sum(rank.step().values()))
     tokens = tokens_per_step(config)
     return StepTime(
         parts=slowest.step(),
@@ -105,8 +129,17 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),
+        save=_save(config, max(rank.memory.saved for rank in kinds), device),
         left_out=_left_out(config, slowest.has_delta_kernels),
     )
+
+
+def _save(config: Config, n_bytes: int, device: Device) -> SaveTime | None:
+    """The wait for a save in which a rank has so many bytes (`checkpoint.staging.Stager`)."""
+    interval = config.checkpoint.interval
+    if not interval or config.fsdp.cpu_offload:
+        return None
+    return SaveTime(n_bytes, n_bytes / device.host, interval)
 
 
 def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
@@ -153,8 +186,11 @@ def require_modelled(config: Config, device: Device) -> None:
 def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
     """What the job does that takes time and is not in the estimate."""
     has_delta = is_described(config.model) and "delta" in config.model.layers
+    saves = config.checkpoint.interval > 0
     asked = {
-        "saves and validation": bool(config.checkpoint.interval or config.validation.interval),
+        "validation": config.validation.interval > 0,
+        "saves of states that are in the host's memory": saves and config.fsdp.cpu_offload,
+        'the disk, for which training waits with checkpoint.mode = "sync"': saves and config.checkpoint.mode == "sync",
         "transfers of fsdp.cpu_offload": config.fsdp.cpu_offload,
         "Muon's products": config.optimizer.name == "muon",
         "scores that data.document_mask hides are counted as if they were computed": config.data.document_mask,
