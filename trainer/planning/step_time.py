@@ -15,7 +15,7 @@ overlaps.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from configs.architectures.llama_keys import is_delta, n_further
@@ -142,9 +142,12 @@ def _save(config: Config, n_bytes: int, device: Device) -> SaveTime | None:
     return SaveTime(n_bytes, n_bytes / device.host, interval)
 
 
-def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
-    """The pipeline rank that takes the longest, without what only a report needs."""
-    return max(_by_kind(config, ranks, device, gpus_per_host), key=lambda rank: sum(rank.step().values()))
+def slowest_rank(
+    config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
+) -> "_Rank":
+    """The pipeline rank that takes the longest, without what only a report needs; `known` is as `_Rank` has it."""
+    kinds = _by_kind(config, ranks, device, gpus_per_host, known)
+    return max(kinds, key=lambda rank: sum(rank.step().values()))
 
 
 def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> dict[int, dict[str, float]]:
@@ -152,9 +155,12 @@ def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int
     return {rank.place: rank.step() for rank in _by_kind(config, ranks, device, gpus_per_host)}
 
 
-def _by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int) -> list["_Rank"]:
+def _by_kind(
+    config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
+) -> list["_Rank"]:
     sizes = mesh_sizes(config, ranks)
-    return [_Rank(config, sizes, device, gpus_per_host, place) for place in distinct_ranks(config)]
+    shared = {} if known is None else known
+    return [_Rank(config, sizes, device, gpus_per_host, place, shared) for place in distinct_ranks(config)]
 
 
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
@@ -210,9 +216,16 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
 # --------------------------------------------------------------------------- a rank
 
 
+Passes = dict[tuple, tuple[Seconds, Seconds]]
+"""Seconds of the forward and the backward pass of a layer, by its kind."""
+
+
 @dataclass(frozen=True)
 class _Rank(LayerTime):
     """The step of one rank of the pipeline, or of any rank without a pipeline: its layers, and what is around them."""
+
+    known: Passes = field(default_factory=dict)
+    """Passes that were computed; jobs may share them whose layers take equally long."""
 
     @cached_property
     def passes(self) -> list[tuple[Seconds, Seconds]]:
@@ -235,14 +248,10 @@ class _Rank(LayerTime):
             tokens_seen(self.config.model, layer, self.config.training.seq_len),
             self.repeats(layer),
         )
-        if kind not in self._known:
+        if kind not in self.known:
             again = sum(self.repeated(layer).values())
-            self._known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
-        return self._known[kind]
-
-    @cached_property
-    def _known(self) -> dict[tuple, tuple[Seconds, Seconds]]:
-        return {}
+            self.known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
+        return self.known[kind]
 
     # ------------------------------------------------------------------------- FSDP, beside the layers
 
