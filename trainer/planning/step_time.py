@@ -163,6 +163,11 @@ def _by_kind(
     return [_Rank(config, sizes, device, gpus_per_host, place, shared) for place in distinct_ranks(config)]
 
 
+def rank_of(config: Config, ranks: int, device: Device, gpus_per_host: int, place: int = 0) -> "_Rank":
+    """One rank of the pipeline."""
+    return _Rank(config, mesh_sizes(config, ranks), device, gpus_per_host, place)
+
+
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
     """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
     whole = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pp": 1})})
@@ -395,8 +400,13 @@ class _Rank(LayerTime):
         """
         if self.sizes.pp == 1 or self.config.pipeline.schedule == "zero_bubble_v":
             return 0.0
-        sends = 2 * (self.sizes.pp - 1) * self.network.seconds("send", self._sent, *self.axis("pp"))
+        sends = 2 * (self.sizes.pp - 1) * self.send_seconds
         return (self.sizes.pp - 1) / stages_per_rank(self.config) * busy / self.micro_batches + sends
+
+    @property
+    def send_seconds(self) -> float:
+        """Seconds of a message to the next stage."""
+        return self.network.seconds("send", self._sent, *self.axis("pp"))
 
     @property
     def _sent(self) -> float:
