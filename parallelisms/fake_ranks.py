@@ -15,8 +15,9 @@ from configs.plan import plan_of
 from configs.schema import Config
 from parallelisms.attention.context import apply_context_parallel
 from parallelisms.expert import apply_expert_parallel
-from parallelisms.mesh import Mesh, build_mesh, end_process_group
+from parallelisms.mesh import Mesh, build_mesh
 from parallelisms.tensor import apply_tensor_parallel
+from parallelisms.torch_internals import forget_process_groups
 
 
 @contextmanager
@@ -26,7 +27,8 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        end_process_group()
+        dist.destroy_process_group()
+        forget_process_groups()  # what is left has no threads, and may wait for the collector of garbage
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The rates of one's own GPU, measured in about half a minute: a row like those of configs/rates/devices.toml.
 
 `keel plan --calibrate` measures what the job asks for: its matrix products, its attention, its Gated DeltaNet, a copy,
-and between the visible GPUs a collective. Each is repeated for about two seconds, so that the power limit counts, on
-random values, since zeros take less power. What one host cannot tell (the link to other hosts, the data sheet's peak,
-the share of the multiprocessors that a collective takes) is a known row's.
+one to the host, and between the visible GPUs a collective. Each is repeated for about two seconds, so that the power
+limit counts, on random values, since zeros take less power. What one host cannot tell (the link to other hosts, the
+data sheet's peak, the share of the multiprocessors that a collective takes) is a known row's.
 """
 
 import time
@@ -63,7 +63,7 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
     name = torch.cuda.get_device_name()
     known = device_called(name) or device_named(_OTHERWISE)
     layers = LayerTime(config, mesh_sizes(config, ranks), known, 8, 0)
-    found: dict[str, Any] = dict(_products(layers)) | {"memory": _copy()}
+    found: dict[str, Any] = dict(_products(layers)) | {"memory": _copy(), "host": _copy_to_host()}
     if attention := _attention(config, layers):
         found["attention"] = attention
     delta = _delta(config, layers)
@@ -158,6 +158,13 @@ def _copy() -> float:
     source = torch.empty(2**29, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * len(source) / seconds_of(lambda: target.copy_(source))
+
+
+def _copy_to_host() -> float:
+    """Bytes/s of a copy of 0.5 GB to pinned memory, as a save makes it."""
+    source = torch.empty(2**29, device="cuda", dtype=torch.uint8)
+    target = torch.empty(2**29, dtype=torch.uint8, pin_memory=True)
+    return len(source) / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
 def _attention(config: Config, layers: LayerTime) -> dict[str, list[list[float]]]:
@@ -284,7 +291,7 @@ def _not_measured(known: Device | None, names: list[str]) -> Row:
 
 def _rates(device: Device, width: float, seq_len: float) -> dict[str, float]:
     """Rates by label, which begins with a field's name; of attention those at a head size and length."""
-    rates = {name: getattr(device, name) for name in ("products", "products_float8", "grouped", "memory")}
+    rates = {name: getattr(device, name) for name in ("products", "products_float8", "grouped", "memory", "host")}
     for kernel in device.attention:
         ahead, back = device.attention_rates(kernel, int(width), seq_len)
         rates |= {f"attention by {kernel}, forward": ahead, f"attention by {kernel}, backward": back}
@@ -296,7 +303,7 @@ def _rates(device: Device, width: float, seq_len: float) -> dict[str, float]:
 def _rate_text(name: str, rate: float) -> str:
     if name.endswith("latency"):
         return f"{1e6 * rate:.1f} µs"
-    return f"{rate / 1e9:,.0f} GB/s" if name in ("memory", "inside a host") else f"{count(rate)}FLOP/s"
+    return f"{rate / 1e9:,.0f} GB/s" if name in ("memory", "host", "inside a host") else f"{count(rate)}FLOP/s"
 
 
 def row_text(device: Device, not_measured: list[str]) -> str:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
     from trainer.planning.by_stage import RunTime, StagePlan
     from trainer.planning.devices import Device
+    from trainer.planning.timeline import Pass
 
 
 def shard_bytes(config: Config, ranks: int) -> int:
@@ -244,6 +245,8 @@ class Plan:
     proof: "Proof | None"
     steps: Mapping[int, Mapping[str, float]]
     """Seconds of a step by part, of each kind of rank."""
+    passes: "Sequence[Sequence[Pass]]"
+    """The passes of micro-batches, by rank of the pipeline."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values."""
@@ -277,7 +280,7 @@ class Plan:
             for rank, estimate in self.largest.by_kind.items()
         }
         stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
-        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION, stages)
+        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION, stages, self.passes)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -336,22 +339,26 @@ def planned(
     started = time.perf_counter()
     stages = plan_stages(job, choice, ranks, device, options.gpus_per_host)
     most = max(stages, key=lambda stage: stage.memory.device)
-    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds if stage.step else 0.0)
+    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds_with_saves if stage.step else 0.0)
     held = rows(most, ranks, device_bytes, _name(most, stages))
     held.append(("built in", duration(time.perf_counter() - started)))
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(most.config, ranks) if options.trace else {}
     steps: dict[int, dict[str, float]] = {}
+    passes: Sequence[Sequence[Pass]] = ()
     if device and options.html:
         from trainer.planning.step_time import parts_by_kind
+        from trainer.planning.timeline import timeline
 
         steps = parts_by_kind(longest.config, ranks, device, options.gpus_per_host)
+        if longest.config.mesh.pp > 1:
+            passes = timeline(longest.config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]])
-    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, steps)
+    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, steps, passes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -78,7 +78,9 @@ def _words(stage: "StagePlan") -> str:
     words = f"{stage.steps:,} steps of {shape} tokens, {size(stage.memory.device)} at the peak"
     if stage.step:
         speed = f"{count(stage.step.tokens_per_second)} tokens/s a GPU, MFU {percent(stage.step.mfu)}"
-        words += f"; {brief(stage.step.seconds)} a step, {speed}: {duration(stage.steps * stage.step.seconds)}"
+        words += (
+            f"; {brief(stage.step.seconds)} a step, {speed}: {duration(stage.steps * stage.step.seconds_with_saves)}"
+        )
     return words
 
 
@@ -152,16 +154,27 @@ def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row
             )
             for each in step.collectives
         ),
+        *_save_rows(step),
         (
             "the run",
             f"{count(run.tokens)} tokens in {run.steps:,} steps: {duration(run.seconds)}, "
             f"{count(run.gpu_hours)} GPU-hours{cost}",
         ),
         ("a checkpoint", size(step.checkpoint)),
-        ("counted", "FLOPs, tokens, bytes of collectives, states and checkpoints"),
-        ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble"),
+        ("counted", "FLOPs, tokens, bytes of collectives, states, checkpoints and saves"),
+        ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble, the wait for a save"),
         ("left out", "; ".join(step.left_out)),
     ]
+
+
+def _save_rows(step: "StepTime") -> list[Row]:
+    """A row of what saves add to a step; none if the run does not wait for them."""
+    save = step.save
+    if not save:
+        return []
+    share = percent(save.of_a_step / step.seconds)
+    words = f"{brief(save.seconds)} every {save.interval:,} steps, for {size(save.n_bytes)} of a rank to its host"
+    return [("waiting for saves", f"{brief(save.of_a_step)} a step, {share} more: {words}")]
 
 
 def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[str, Any]:
@@ -181,7 +194,14 @@ def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[
         },
         "model_flops_per_step": step.flops,
         "checkpoint_bytes": step.checkpoint,
-        "counted": ["model_flops_per_step", "checkpoint_bytes", "collectives.n_bytes", "collectives.calls"],
-        "modelled": ["step_seconds", "parts_seconds", "collectives.seconds", "collectives.exposed", "mfu"],
+        "saves": vars(step.save) | {"seconds_of_a_step": step.save.of_a_step} if step.save else None,
+        "counted": [
+            *("model_flops_per_step", "checkpoint_bytes", "saves.n_bytes"),
+            *("collectives.n_bytes", "collectives.calls"),
+        ],
+        "modelled": [
+            *("step_seconds", "parts_seconds", "mfu", "saves.seconds"),
+            *("collectives.seconds", "collectives.exposed"),
+        ],
         "left_out": list(step.left_out),
     }

@@ -27,7 +27,14 @@ def test_calibration_measures_writes_a_row_and_plans_with_it(tmp_path, null_gpus
     known = device_named("h200")
     assert device.between == known.between
     assert device.names == known.names
-    rates = (device.products, device.products_float8, device.grouped, device.memory, device.inside.bandwidth)
+    rates = (
+        device.products,
+        device.products_float8,
+        device.grouped,
+        device.memory,
+        device.host,
+        device.inside.bandwidth,
+    )
     assert all(rate > 0 for rate in rates)
     assert device.grouped != known.grouped
     assert device.delta["torch"] != known.delta["torch"]

@@ -64,11 +64,11 @@ def measure_blocks(
     found: dict[int, BlockMemory] = {}
     for layer in layers:
         own = everywhere if layer in checkpointed or table.mode == "budget" else plain
-        kind = (own.mode, model.kind_of_block(layer, frozen))
-        if kind not in known:
-            asked = _Asked(config, layer, own, frozenset(model.of_block(layer)) & frozen, part, on_gpu)
-            known[kind] = _remembered(asked, mesh)
-        found[layer] = known[kind]
+        first = model.first_of_kind(layer, frozen)  # the same for all ranks of a pipeline, which have different layers
+        if (own.mode, first) not in known:
+            asked = _Asked(config, first, own, frozenset(model.of_block(first)) & frozen, part, on_gpu)
+            known[own.mode, first] = _remembered(asked, mesh)
+        found[layer] = known[own.mode, first]
     return found
 
 

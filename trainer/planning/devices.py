@@ -38,6 +38,8 @@ class Device:
     products_float8: float
     grouped: float
     memory: float
+    host: float
+    """Bytes/s of a copy to pinned memory of the host."""
     collective_share: float
     """Part of the multiprocessors that a collective takes from products that run at the same time."""
     attention: Mapping[str, list[list[float]]]

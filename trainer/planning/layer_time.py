@@ -314,7 +314,7 @@ class LayerTime:
                 found["elementwise"] += 2 * n_bytes / self.device.memory  # it is cut and joined along the sequence
             if axis == "ep" and kind != "backward" and self.config.expert.exchange == "uneven":
                 found[axis] += _ROUTE / 2
-        if self.config.comm.async_tp and found["tp"]:
+        if self.config.comm.async_tp and found["tp"] and self.sizes.tp <= self.gpus_per_host:  # else it is off
             found["tp"] = max(found["tp"] / self.sizes.tp, found["tp"] - beside["products"])
         if self.config.expert.exchange == "buffers" and found["ep"]:
             found["ep"] -= min(found["ep"] / 2, self._shared_experts(layer, kind))  # of two exchanges, beside the first

@@ -14,7 +14,7 @@ allocator has reserved in pieces that nothing fits into (2 to 10 GiB in the jobs
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,7 +22,7 @@ from math import ceil, prod
 
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
-from configs.layout import MeshSizes, accumulation_steps, cut_dim, reduces_once, reshard_after_forward
+from configs.layout import MeshSizes, accumulation_steps, reduces_once, reshard_after_forward
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, stages_of_rank, stages_per_rank
 from parallelisms.activation_checkpoint import selected_layers
@@ -34,6 +34,7 @@ from trainer.loss import chunk_rows
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
 from trainer.planning.flops import tokens_seen
+from trainer.planning.held import Group, Held, held
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
 from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
@@ -168,29 +169,6 @@ def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that FSDP gathers together."""
-
-    name: str
-    trained: int
-    """Elements on one tensor-parallel rank that have gradients."""
-    trained_shard: int
-    """Elements of the largest FSDP shard of these."""
-    replicated: int
-    """Elements of these that other ranks hold as well."""
-    part: float
-    """Elements of the part that a rank adds up, if replicas divide the sums among themselves."""
-    largest: int
-    """Elements of the largest parameter that has a gradient."""
-    gathered_bytes: int
-    """Bytes of its parameters as FSDP gathers them."""
-    names: Sequence[str]
-    """Names of its parameters."""
-    layer: int | None = None
-    """The block's number, if the group is a block."""
-
-
-@dataclass(frozen=True)
 class RankMemory:
     """The memory of one rank of the pipeline, or of any rank without a pipeline."""
 
@@ -205,8 +183,8 @@ class RankMemory:
         config = self.config
         shards = self.shards
         return MemoryEstimate(
-            parameters=sum(shards.values()) * self.state_bytes,
-            copies=sum(shards.values()) * self.compute_bytes * self.keeps_copies,
+            parameters=self.held.elements * self.state_bytes,
+            copies=self.held.elements * self.compute_bytes * self.keeps_copies,
             gradients=self._gradients(sum(shards[name] for name in shards.keys() - self.frozen)),
             optimizer=self.optimizer,
             buffers=self._buffers(),
@@ -237,87 +215,59 @@ class RankMemory:
         return skeleton(self.config.model)
 
     @cached_property
-    def shapes(self) -> dict[str, Shape]:
-        """Shapes of its parameters as FSDP gathers them, sharded by tensor and expert parallelism."""
-        return {name: self._own_shape(name) for name in self.model.shapes if self._holds(name)}
+    def held(self) -> Held:
+        """Its parameters."""
+        return held(
+            self.model,
+            self.sizes,
+            tuple(self.layers),
+            0 in self.stages,
+            self.has_head,
+            self.frozen,
+            self.in_8_bits,
+            self.compute_bytes,
+        )
 
-    def _holds(self, name: str) -> bool:
-        block = self.model.block_of(name)
-        if block is not None:
-            return block in self.layers
-        if not self.model.is_before_blocks(name):
-            return self.has_head
-        return 0 in self.stages or (self.has_head and (self._is_tied or self._n_further > 0))
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shapes of its parameters as FSDP gathers them."""
+        return self.held.shapes
 
-    def _own_shape(self, name: str) -> Shape:
-        """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
-        shape = list(self.model.shapes[name])
-        cut = self.model.tp_dimension(name)
-        if cut is not None:
-            shape[cut] = ceil(shape[cut] / self.sizes.tp)
-        if self.model.is_of_experts(name):
-            shape[0] //= self.sizes.ep
-        return tuple(shape)
-
-    def sharded(self, name: str) -> int:
-        """Elements of the largest FSDP shard of a parameter."""
-        shape = self.shapes[name]
-        n_shards = self.sizes.expert_shard if self.model.is_of_experts(name) else self.sizes.fsdp_shard
-        cut = cut_dim(shape, n_shards)
-        return ceil(shape[cut] / n_shards) * prod(shape) // shape[cut]
-
-    def is_apart(self, name: str) -> bool:
-        """Whether a parameter is one of experts that ranks share out, and that FSDP shards apart."""
-        return self.sizes.ep > 1 and self.model.is_of_experts(name)
-
-    def _replicas(self, name: str) -> int:
-        """Ranks that hold the same shard of a parameter."""
-        return self.sizes.expert_replicas if self.model.is_of_experts(name) else self.sizes.replicas
-
-    @cached_property
-    def shards(self) -> dict[str, int]:
+    @property
+    def shards(self) -> Mapping[str, int]:
         """Elements of each parameter's largest FSDP shard."""
-        return {name: self.sharded(name) for name in self.shapes}
+        return self.held.shards
+
+    @property
+    def groups(self) -> list[Group]:
+        """FSDP's groups in forward order."""
+        return self.held.groups
 
     @cached_property
     def optimizer(self) -> int:
         """Bytes of optimizer state."""
-        return max(optimizer_bytes(self.config, self.sizes, self.shards))
+        config = self.config
+        known = self.held.optimizer_bytes
+        key = repr((config.optimizer, config.training.dtype, config.average, config.fsdp.owner_broadcast_dtype))
+        if key not in known:
+            known[key] = max(optimizer_bytes(config, self.sizes, self.shards))
+        return known[key]
 
     @cached_property
-    def groups(self) -> list[Group]:
-        """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
-        members: dict[str, list[str]] = {}
-        for name in self.shapes:
-            members.setdefault(self.model.fsdp_group_of(name), []).append(name)
-        return [self._group(key, names) for key, names in members.items()]
-
-    def _group(self, key: str, names: Sequence[str]) -> Group:
-        elements = {name: prod(self.shapes[name]) for name in names}
-        trained = [name for name in names if name not in self.frozen]
-        return Group(
-            key,
-            trained=sum(elements[name] for name in trained),
-            trained_shard=sum(self.shards[name] for name in trained),
-            replicated=sum(self.shards[name] for name in trained if self._replicas(name) > 1),
-            part=sum(self.shards[name] / self._replicas(name) for name in trained),
-            largest=max((elements[name] for name in trained), default=0),
-            gathered_bytes=sum(
-                n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()
-            ),
-            names=names,
-            layer=self.model.block_of(names[0]),
-        )
-
-    @cached_property
-    def in_8_bits(self) -> set[str]:
+    def in_8_bits(self) -> frozenset[str]:
         """The parameters that FSDP all-gathers in float8."""
         if not self.config.float8.fsdp_all_gather:
-            return set()
-        return {f"{name}.weight" for name in choose(self.model.shapes, self.model.plan, self.config).converted}
+            return frozenset()
+        converted = choose(self.model.shapes, self.model.plan, self.config).converted
+        return frozenset(f"{name}.weight" for name in converted)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of its part of a checkpoint, of the owner that has the most."""
+        return max(optimizer_bytes(self.config, self.sizes, self.shards, with_parameters=True))
 
     @cached_property
-    def frozen(self) -> set[str]:
+    def frozen(self) -> frozenset[str]:
         """The whole model's parameters that never train."""
         return always_frozen(self.config, self.model)
 
@@ -557,21 +507,16 @@ class RankMemory:
     def _head(self) -> str:
         """Name of the parameter that produces the logits: the head's, or the embedding's tied to it."""
         plan = self.model.plan
-        return f"{(plan.before_blocks if self._is_tied else plan.after_blocks[-1:])[0]}.weight"
+        return f"{(plan.before_blocks if self.model.is_tied else plan.after_blocks[-1:])[0]}.weight"
 
     @property
     def _n_further(self) -> int:
         """Modules that predict further tokens, each with a loss."""
         return len(self.model.plan.further_blocks)
 
-    @property
-    def _is_tied(self) -> bool:
-        """Whether embedding and head share one matrix, which then has one name."""
-        return f"{self.model.plan.after_blocks[-1]}.weight" not in self.model.shapes
-
     def _waiting_for_embedding(self, place: int) -> int:
         """Bytes of a tied matrix's gradient as the head, which waits in backward for its gradient as the embedding."""
-        waits = self._is_tied and self._head not in self.frozen and place > 0
+        waits = self.model.is_tied and self._head not in self.frozen and place > 0
         return prod(self.shapes[self._head]) * self.compute_bytes if waits else 0
 
     def _loss(self, peak: bool) -> int:

@@ -1,11 +1,12 @@
 """The fastest ways to run a job on so many GPUs: `keel plan JOB --ranks N --device D --tune`.
 
 Only machine keys vary, so all candidates learn the same: the mesh, what FSDP keeps gathered, the micro-batch, the
-pipeline's schedule, and what is recomputed. Candidates that differ only in how FSDP shards are one branch. A branch has
-a bound below the time of its candidates: the work of all layers spread evenly over the pipeline, with its bubble. It
-has one below their memory, too: states spread over all ranks, and activations that wait. Branches are opened by
-ascending time, until the next one's bound is above the slowest job to report: what stays closed cannot be among the
-best. Times and memory of what is opened are those of `keel plan`.
+pipeline's schedule, what is recomputed, and how context and tensor parallelism exchange. Candidates that differ only in
+how FSDP shards are one branch. A branch has a bound below the time of its candidates: the work of all layers spread
+evenly over the pipeline, with its bubble. It has one below their memory, too: states spread over all ranks, and
+activations that wait. Branches are opened by ascending bound, and the memory of their candidates is estimated by
+ascending time, until the next one's bound or time is above that of the slowest job to report: what is left cannot be
+among the best. Times and memory are those of `keel plan`.
 """
 
 from bisect import insort
@@ -13,13 +14,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import product
 from math import inf, prod
 
 from configs.checks import check
 from configs.errors import UserError
 from configs.layout import MeshSizes, accumulation_steps, mesh_sizes, reduces_once
-from configs.schema import ActivationCheckpoint, Config, Fsdp, Mesh, Pipeline, Training, further_run_keys, is_described
+from configs.schema import (
+    ActivationCheckpoint,
+    Comm,
+    Config,
+    Context,
+    Fsdp,
+    Mesh,
+    Pipeline,
+    Training,
+    further_run_keys,
+    is_described,
+)
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
@@ -28,12 +41,14 @@ from trainer.planning.least_recomputation import SHARE_OF_A_CARD, ways
 from trainer.planning.memory import RankMemory, distinct_ranks, estimate_memory, largest, stages_in_flight
 from trainer.planning.skeleton import skeleton
 from trainer.planning.states import BYTES, checkpoint_bytes
-from trainer.planning.step_time import require_modelled, seconds_of_layers, slowest_rank
+from trainer.planning.step_time import Passes, require_modelled, seconds_of_layers, slowest_rank
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.report.units import size
 
 BEST = 10
 """Jobs to report."""
+_TABLES = "mesh", "fsdp", "pipeline", "activation_checkpoint", "context", "comm"
+"""Machine tables that vary, besides the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,19 @@ class _Branch:
     """Seconds of a step that none of them is below."""
 
 
+@dataclass(order=True)
+class _Timed:
+    """A candidate whose time is known; in order of that, and of equals as branches are opened."""
+
+    seconds: float
+    branch: int
+    place: int
+    job: Config = field(compare=False)
+    parts: Mapping[str, float] = field(compare=False)
+    too_large: list[Config] = field(compare=False)
+    """Those of the branch that do not fit."""
+
+
 @dataclass(frozen=True)
 class _WithLeastBlocks(RankMemory):
     """A bound below the memory of a rank: all but its blocks as estimated, and of those their part of the whole."""
@@ -126,6 +154,7 @@ class Search:
     later: Sequence[Config] = ()
     """The later stages of the run, which must be possible and fit, too; `config` is the first, whose time counts."""
     _seconds: dict[tuple, float] = field(default_factory=dict)
+    _passes: dict[tuple, Passes] = field(default_factory=dict)
     _whole: dict[str, dict[int, BlockMemory]] = field(default_factory=dict)
     _layers: dict[tuple, list[list[int]]] = field(default_factory=dict)
 
@@ -140,20 +169,17 @@ class Search:
         require_modelled(self.config.model_copy(update={"mesh": Mesh()}), self.device)
         counts: Counter[str] = Counter()
         best: list[Found] = []
-        for branch in sorted(self._branches(), key=lambda branch: branch.bound):
-            members = list(self._members(branch.job))
-            slowest = best[-1].seconds if self.prunes and len(best) == BEST else inf
-            if branch.bound > slowest:
-                counts["pruned"] += len(members)
+        opened: list[_Timed] = []
+        for number, branch in enumerate(sorted(self._branches(), key=lambda branch: branch.bound)):
+            self._settle(opened, branch.bound, best, counts)
+            if branch.bound > self._slowest(best):
+                counts["pruned"] += len(list(self._members(branch.job)))
             elif self.prunes and self._least_memory(branch.job) > self.limit:
-                counts["too large"] += len(members)
+                counts["too large"] += len(list(self._members(branch.job)))
             else:
-                too_large: list[Fsdp] = []  # with as few replicas as a member before, so with more as well
-                for job in members:
-                    if self.prunes and job.fsdp in too_large:
-                        counts["too large"] += 1
-                    elif not self._estimate(job, best, counts):
-                        too_large.append(job.fsdp)
+                for timed in self._timed(branch, number):
+                    heappush(opened, timed)
+        self._settle(opened, inf, best, counts)
         if not best:
             raise UserError(
                 f"none of {sum(counts.values()):,} ways to run {self.config.job.name} on {self.ranks:,} ranks fits "
@@ -169,23 +195,43 @@ class Search:
         """Bytes that tensors may take: what `activation_checkpoint.memory_limit_gib = "device"` fills."""
         return min(SHARE_OF_A_CARD * self.device_bytes, self.device_bytes - CONTEXT_BYTES)
 
-    def _estimate(self, job: Config, best: list[Found], counts: Counter[str]) -> bool:
-        """Put a candidate among the best if it is, which takes its time first; returns False if it does not fit."""
-        parts = slowest_rank(job, self.ranks, self.device, self.gpus_per_host).step()
-        if self.prunes and len(best) == BEST and sum(parts.values()) > best[-1].seconds:
-            counts["estimated"] += 1
-            return True
+    def _slowest(self, best: Sequence[Found]) -> float:
+        """Seconds of the slowest job to report: nothing that is slower needs a look."""
+        return best[-1].seconds if self.prunes and len(best) == BEST else inf
+
+    def _timed(self, branch: _Branch, number: int) -> Iterator["_Timed"]:
+        """The candidates of a branch, with their times."""
+        too_large: list[Config] = []
+        for place, job in enumerate(self._members(branch.job)):
+            known = self._passes.setdefault(self._key_of_layers(job), {})
+            parts = slowest_rank(job, self.ranks, self.device, self.gpus_per_host, known).step()
+            yield _Timed(sum(parts.values()), number, place, job, parts, too_large)
+
+    def _settle(self, opened: list["_Timed"], until: float, best: list[Found], counts: Counter[str]) -> None:
+        """Put the candidates that are faster than `until` among the best if they are and fit, the fastest first."""
+        while opened and opened[0].seconds < until:
+            candidate = heappop(opened)
+            if candidate.seconds > self._slowest(best):
+                counts["estimated"] += 1
+            elif (memory := self._fitting(candidate)) is None:
+                candidate.too_large.append(candidate.job)
+                counts["too large"] += 1
+            else:
+                counts["estimated"] += 1
+                insort(best, Found(candidate.job, candidate.parts, memory), key=lambda found: found.order)
+                del best[BEST:]
+
+    def _fitting(self, candidate: "_Timed") -> int | None:
+        """Bytes that a candidate takes; None if it does not fit."""
+        job = candidate.job
+        if self.prunes and any(_shards_less(job, other) for other in candidate.too_large):
+            return None
         sizes = mesh_sizes(job, self.ranks)
         ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in distinct_ranks(job)]
-        is_possible = not self.prunes or largest(ranks).device <= self.limit  # before blocks are traced on this mesh
-        memory = self._memory(job, sizes) if is_possible else 0
-        if not is_possible or memory > self.limit:
-            counts["too large"] += 1
-            return False
-        counts["estimated"] += 1
-        insort(best, Found(job, parts, memory), key=lambda found: found.order)
-        del best[BEST:]
-        return True
+        if self.prunes and largest(ranks).device > self.limit:  # before blocks are traced on this mesh
+            return None
+        memory = self._memory(job, sizes)
+        return memory if memory <= self.limit else None
 
     def _memory(self, job: Config, sizes: MeshSizes) -> int:
         """Bytes at the peak of the stage that takes the most."""
@@ -195,7 +241,7 @@ class Search:
 
     def later_of(self, job: Config) -> Iterator[Config]:
         """The later stages under a candidate's machine keys."""
-        tables = {name: getattr(job, name) for name in ("mesh", "fsdp", "pipeline", "activation_checkpoint")}
+        tables = {name: getattr(job, name) for name in _TABLES}
         own = self.config.training.micro_batch_size
         for stage in self.later:
             training = stage.training
@@ -211,10 +257,13 @@ class Search:
             dp = mesh.dp_replicate * mesh.dp_shard
             for micro_batch in self._micro_batches(dp):
                 training = self.config.training.model_copy(update={"micro_batch_size": micro_batch})
-                for pipeline, recomputation in product(self._pipelines(mesh.pp), self._recomputations):
-                    job = self._with(mesh, training, pipeline, recomputation)
+                others = self._pipelines(mesh.pp), self._recomputations, self._contexts(mesh.cp)
+                for pipeline, recomputation, context in product(*others):
+                    job = self._with(mesh, training, pipeline, recomputation, context)
                     if self._is_allowed(job):
-                        yield _Branch(job, self._least_seconds(job))
+                        for comm in self._comms(mesh.tp):  # on which no rule between keys depends
+                            each = job.model_copy(update={"comm": comm})
+                            yield _Branch(each, self._least_seconds(each))
 
     def _meshes(self) -> Iterator[Mesh]:
         """The meshes without replicas that the rules allow, with what else asks least of a mesh."""
@@ -232,8 +281,9 @@ class Search:
                 mesh = Mesh(**axes, cp=cp, tp=tp, pp=pp, ep=ep)
                 least = min(self._micro_batches(dp), default=0)
                 training = self.config.training.model_copy(update={"micro_batch_size": least})
-                job = self._with(mesh, training, Pipeline(schedule="gpipe"), ActivationCheckpoint())
-                if least and not check(job, self.ranks):
+                plain = Pipeline(schedule="gpipe"), ActivationCheckpoint()
+                jobs = (self._with(mesh, training, *plain, each) for each in self._contexts(cp))
+                if least and any(not check(job, self.ranks) for job in jobs):
                     yield mesh
 
     def _micro_batches(self, dp: int) -> list[int]:
@@ -255,10 +305,28 @@ class Search:
 
     @cached_property
     def _recomputations(self) -> list[ActivationCheckpoint]:
-        """The job's own way to checkpoint, and those among which `memory_limit_gib` chooses."""
+        """The job's own way to checkpoint, those among which `memory_limit_gib` chooses, and two on half the layers."""
         own = self.config.activation_checkpoint
         own_ways = [] if own.memory_limit_gib else [own]
-        return [*own_ways, *(way for way in ways(self.config) if way not in own_ways)]
+        found = list(ways(self.config))
+        whole = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(mode="full")
+        found += [way.model_copy(update={"every_nth_layer": 2}) for way in whole if self.config.model.n_layers > 1]
+        return [*own_ways, *(way for way in found if way not in own_ways)]
+
+    def _contexts(self, cp: int) -> list[Context]:
+        """The ways to exchange tokens. Where `mesh.cp` is a run key, so is which tokens a rank has."""
+        own = self.config.context
+        if cp == 1 or "mesh.cp" in self._fixed:
+            return [own]
+        others = [own.model_copy(update={"method": method}) for method in ("gather", "ring", "all_to_all")]
+        return [own, *(each for each in others if each != own)]
+
+    def _comms(self, tp: int) -> list[Comm]:
+        """The tables with and without `async_tp`, which the compiler makes between the GPUs of a host."""
+        own = self.config.comm
+        if tp == 1 or tp > self.gpus_per_host or not self.config.compile.enable:
+            return [own]
+        return [own, own.model_copy(update={"async_tp": not own.async_tp})]
 
     def _members(self, job: Config) -> Iterator[Config]:
         """The candidates of a branch: what FSDP keeps gathered, and over how many ranks it shards."""
@@ -289,26 +357,39 @@ class Search:
         """Machine keys that the job's run keys make run keys."""
         return further_run_keys(self.config.model_dump())
 
-    def _with(self, mesh: Mesh, training: Training, pipeline: Pipeline, recomputation: ActivationCheckpoint) -> Config:
-        tables = {"mesh": mesh, "training": training, "pipeline": pipeline, "activation_checkpoint": recomputation}
+    def _with(
+        self,
+        mesh: Mesh,
+        training: Training,
+        pipeline: Pipeline,
+        recomputation: ActivationCheckpoint,
+        context: Context,
+    ) -> Config:
         fsdp = self.config.fsdp
         if fsdp.partition == "rows":
             plain = {"zero_stage": 3, "reshard_after_forward": "default", "accumulate": "reduce_every"}
             fsdp = fsdp.model_copy(update=plain)
-        return self.config.model_copy(update=tables | {"fsdp": fsdp})
+        tables = {"mesh": mesh, "training": training, "pipeline": pipeline, "fsdp": fsdp}
+        return self.config.model_copy(update=tables | {"activation_checkpoint": recomputation, "context": context})
 
     # ------------------------------------------------------------------------- bounds
 
     def _least_seconds(self, job: Config) -> float:
         """The slowest rank has at least the mean of all layers' work, and waits while the pipeline fills and drains."""
         sizes = mesh_sizes(job, self.ranks)
-        way = job.activation_checkpoint.model_dump_json()
-        key = (sizes.tp, sizes.cp, sizes.ep, job.training.micro_batch_size, way)
+        key = self._key_of_layers(job)
         if key not in self._seconds:
             self._seconds[key] = seconds_of_layers(job, replace(sizes, pp=1), self.device, self.gpus_per_host)
         micro_batches = accumulation_steps(job, sizes)
         waits = 0 if job.pipeline.schedule == "zero_bubble_v" else (sizes.pp - 1) / stages_per_rank(job)
         return self._seconds[key] * (micro_batches + waits) / sizes.pp * (1 - 1e-9)  # sums in another order
+
+    def _key_of_layers(self, job: Config) -> tuple:
+        """The same for candidates whose layers take equally long."""
+        mesh = job.mesh
+        way = job.activation_checkpoint.model_dump_json()
+        exchange = job.context.method, job.comm.async_tp
+        return mesh.tp, mesh.cp, mesh.ep, job.training.micro_batch_size, way, exchange
 
     def _least_memory(self, job: Config) -> float:
         """States spread over all ranks, activations that wait (tp x cp ranks hold all), and a pipeline's gradients."""
@@ -356,6 +437,11 @@ class Search:
     @cached_property
     def _freezes(self) -> bool:
         return any(group.freeze for group in self.config.optimizer.groups)
+
+
+def _shards_less(job: Config, other: Config) -> bool:
+    """Whether a job of the same branch shards alike, over as few ranks or fewer."""
+    return job.fsdp == other.fsdp and job.mesh.dp_replicate >= other.mesh.dp_replicate
 
 
 def _divisors(n: int) -> list[int]:

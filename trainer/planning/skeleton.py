@@ -74,6 +74,16 @@ class Skeleton:
     def _kinds(self) -> dict[tuple, tuple]:
         return {}
 
+    def first_of_kind(self, block: int, frozen: AbstractSet[str]) -> int:
+        """The first block that is of the same kind."""
+        kind = self.kind_of_block(block, frozen)
+        return next(each for each in self._parameters_of_blocks if self.kind_of_block(each, frozen) == kind)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head share one matrix, which then has one name."""
+        return f"{self.plan.after_blocks[-1]}.weight" not in self.shapes
+
     def fsdp_group_of(self, name: str) -> str:
         """The last module of the group that gathers a parameter; "root" if no group names it."""
         return next((self._fsdp_groups[module] for module in _modules_of(name) if module in self._fsdp_groups), "root")

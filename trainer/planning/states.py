@@ -18,12 +18,21 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 """Bytes of an element, by dtype."""
 
 
-def always_frozen(config: Config, model: Skeleton) -> set[str]:
-    """Names of the parameters that never train."""
-    return {name for name, step in frozen_until(config.optimizer, list(model.shapes)).items() if math.isinf(step)}
+_frozen: dict[tuple[Skeleton, str], frozenset[str]] = {}
 
 
-def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
+def always_frozen(config: Config, model: Skeleton) -> frozenset[str]:
+    """Names of the parameters that never train, found once for all jobs of the same groups."""
+    key = model, repr(config.optimizer.groups)
+    if key not in _frozen:
+        until = frozen_until(config.optimizer, list(model.shapes))
+        _frozen[key] = frozenset(name for name, step in until.items() if math.isinf(step))
+    return _frozen[key]
+
+
+def optimizer_bytes(
+    config: Config, sizes: MeshSizes, elements: Mapping[str, int], with_parameters: bool = False
+) -> list[int]:
     """Bytes of optimizer state, for each rank that holds a different part of it, in order.
 
     What never trains has none. An owner that sends rounded parameters also keeps them in full precision. An owner's
@@ -33,8 +42,10 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     Args:
         config, sizes: the job and its mesh.
         elements: number of elements of each parameter, by name.
+        with_parameters: also count the parameters that go with it into a checkpoint.
     """
-    masters = BYTES[config.training.dtype] if config.fsdp.owner_broadcast_dtype is not None else 0
+    has_masters = with_parameters or config.fsdp.owner_broadcast_dtype is not None
+    masters = BYTES[config.training.dtype] * has_masters
     model = skeleton(config.model)
     frozen = always_frozen(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
@@ -92,10 +103,17 @@ def _rule(config: Config, model: Skeleton, name: str) -> type[Rule]:
     return rule_of(rule_name(config.optimizer, is_hidden))
 
 
+_states: dict[tuple, dict[str, Tensor]] = {}
+
+
 def _state(config: Config, model: Skeleton, name: str) -> dict[str, Tensor]:
-    """The optimizer's state of a whole parameter, and its average, on the meta device."""
-    rule = _rule(config, model, name)(config.optimizer)
-    parameter = torch.empty(model.shapes[name], dtype=getattr(torch, config.training.dtype), device="meta")
-    kept = parameter.bfloat16() if config.average.dtype == "bfloat16" else parameter
-    average = {"average": kept} if config.average.interval else {}
-    return rule.state(parameter) | average
+    """The optimizer's state of a whole parameter, and its average, on the meta device; made once for all like it."""
+    rule = _rule(config, model, name)
+    shape = model.shapes[name]
+    key = rule, repr(config.optimizer), config.training.dtype, repr(config.average), shape
+    if key not in _states:
+        parameter = torch.empty(shape, dtype=getattr(torch, config.training.dtype), device="meta")
+        kept = parameter.bfloat16() if config.average.dtype == "bfloat16" else parameter
+        average = {"average": kept} if config.average.interval else {}
+        _states[key] = rule(config.optimizer).state(parameter) | average
+    return _states[key]

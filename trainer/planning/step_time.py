@@ -15,7 +15,7 @@ overlaps.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from configs.architectures.llama_keys import is_delta, n_further
@@ -55,6 +55,22 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class SaveTime:
+    """What training waits for at a save: the copy of a rank's state to its host, from which it is written."""
+
+    n_bytes: int
+    """Bytes of the rank that copies the most."""
+    seconds: float
+    interval: int
+    """Steps from save to save."""
+
+    @property
+    def of_a_step(self) -> float:
+        """Seconds of a save as a mean over the steps."""
+        return self.seconds / self.interval
+
+
+@dataclass(frozen=True)
 class StepTime:
     """The estimate of a step, on the pipeline rank that takes the longest."""
 
@@ -70,12 +86,19 @@ class StepTime:
     """FLOP/s by which MFU is measured."""
     checkpoint: int
     """Bytes of a checkpoint."""
+    save: SaveTime | None
+    """None: the run saves at its end only, or its states are in the host's memory."""
     left_out: Sequence[str]
     """What the job does that the estimate does not contain."""
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def seconds_with_saves(self) -> float:
+        """The mean of the run's steps, between which it saves."""
+        return self.seconds + (self.save.of_a_step if self.save else 0.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,7 +118,8 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
     """
     require_modelled(config, device)
-    slowest = slowest_rank(config, ranks, device, gpus_per_host)
+    kinds = _by_kind(config, ranks, device, gpus_per_host)
+    slowest = max(kinds, key=lambda rank: sum(rank.step().values()))
     tokens = tokens_per_step(config)
     return StepTime(
         parts=slowest.step(),
@@ -105,13 +129,25 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),
+        save=_save(config, max(rank.memory.saved for rank in kinds), device),
         left_out=_left_out(config, slowest.has_delta_kernels),
     )
 
 
-def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
-    """The pipeline rank that takes the longest, without what only a report needs."""
-    return max(_by_kind(config, ranks, device, gpus_per_host), key=lambda rank: sum(rank.step().values()))
+def _save(config: Config, n_bytes: int, device: Device) -> SaveTime | None:
+    """The wait for a save in which a rank has so many bytes (`checkpoint.staging.Stager`)."""
+    interval = config.checkpoint.interval
+    if not interval or config.fsdp.cpu_offload:
+        return None
+    return SaveTime(n_bytes, n_bytes / device.host, interval)
+
+
+def slowest_rank(
+    config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
+) -> "_Rank":
+    """The pipeline rank that takes the longest, without what only a report needs; `known` is as `_Rank` has it."""
+    kinds = _by_kind(config, ranks, device, gpus_per_host, known)
+    return max(kinds, key=lambda rank: sum(rank.step().values()))
 
 
 def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> dict[int, dict[str, float]]:
@@ -119,9 +155,17 @@ def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int
     return {rank.place: rank.step() for rank in _by_kind(config, ranks, device, gpus_per_host)}
 
 
-def _by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int) -> list["_Rank"]:
+def _by_kind(
+    config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
+) -> list["_Rank"]:
     sizes = mesh_sizes(config, ranks)
-    return [_Rank(config, sizes, device, gpus_per_host, place) for place in distinct_ranks(config)]
+    shared = {} if known is None else known
+    return [_Rank(config, sizes, device, gpus_per_host, place, shared) for place in distinct_ranks(config)]
+
+
+def rank_of(config: Config, ranks: int, device: Device, gpus_per_host: int, place: int = 0) -> "_Rank":
+    """One rank of the pipeline."""
+    return _Rank(config, mesh_sizes(config, ranks), device, gpus_per_host, place)
 
 
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
@@ -153,8 +197,11 @@ def require_modelled(config: Config, device: Device) -> None:
 def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
     """What the job does that takes time and is not in the estimate."""
     has_delta = is_described(config.model) and "delta" in config.model.layers
+    saves = config.checkpoint.interval > 0
     asked = {
-        "saves and validation": bool(config.checkpoint.interval or config.validation.interval),
+        "validation": config.validation.interval > 0,
+        "saves of states that are in the host's memory": saves and config.fsdp.cpu_offload,
+        'the disk, for which training waits with checkpoint.mode = "sync"': saves and config.checkpoint.mode == "sync",
         "transfers of fsdp.cpu_offload": config.fsdp.cpu_offload,
         "Muon's products": config.optimizer.name == "muon",
         "scores that data.document_mask hides are counted as if they were computed": config.data.document_mask,
@@ -174,9 +221,16 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
 # --------------------------------------------------------------------------- a rank
 
 
+Passes = dict[tuple, tuple[Seconds, Seconds]]
+"""Seconds of the forward and the backward pass of a layer, by its kind."""
+
+
 @dataclass(frozen=True)
 class _Rank(LayerTime):
     """The step of one rank of the pipeline, or of any rank without a pipeline: its layers, and what is around them."""
+
+    known: Passes = field(default_factory=dict)
+    """Passes that were computed; jobs may share them whose layers take equally long."""
 
     @cached_property
     def passes(self) -> list[tuple[Seconds, Seconds]]:
@@ -199,14 +253,10 @@ class _Rank(LayerTime):
             tokens_seen(self.config.model, layer, self.config.training.seq_len),
             self.repeats(layer),
         )
-        if kind not in self._known:
+        if kind not in self.known:
             again = sum(self.repeated(layer).values())
-            self._known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
-        return self._known[kind]
-
-    @cached_property
-    def _known(self) -> dict[tuple, tuple[Seconds, Seconds]]:
-        return {}
+            self.known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
+        return self.known[kind]
 
     # ------------------------------------------------------------------------- FSDP, beside the layers
 
@@ -217,28 +267,30 @@ class _Rank(LayerTime):
         The parts are "gather", "reduce" and "sum" (over replicas), of experts apart from the rest under expert
         parallelism.
         """
-        memory = self.memory
-        shapes = memory.shapes
+        known: dict[tuple, dict[str, tuple[str, float, float]]] = {}
         found = []
-        for group in memory.groups:
-            apart = [name for name in group.names if memory.is_apart(name)]
-            experts = sum(math.prod(shapes[name]) for name in apart)
-            all_elements = sum(math.prod(shapes[name]) for name in group.names)
-            gathered = group.gathered_bytes - experts * memory.compute_bytes
-            trained = group.trained * (1 - experts / max(all_elements, 1))
-            summed_apart = sum(memory.shards[name] for name in apart if name not in memory.frozen)
-            each = {
-                "gather": self._of("all_gather", "shard", gathered),
-                "gather_experts": self._of("all_gather", "expert_shard", experts * memory.compute_bytes),
-                "reduce": self._of("reduce_scatter", "shard", trained * memory.reduce_bytes),
-                "reduce_experts": self._of(
-                    "reduce_scatter", "expert_shard", (group.trained - trained) * memory.reduce_bytes
-                ),
-                "sum": self._of("all_reduce", "replicas", (group.trained_shard - summed_apart) * memory.reduce_bytes),
-                "sum_experts": self._of("all_reduce", self._replicas_of_experts, summed_apart * memory.reduce_bytes),
-            }
-            found.append(each)
+        for group in self.memory.groups:
+            of_experts = group.apart, group.apart_shard
+            kind = group.gathered_bytes, group.elements, group.trained, group.trained_shard, of_experts
+            if kind not in known:
+                known[kind] = self._traffic_of(group)
+            found.append(known[kind])
         return found
+
+    def _traffic_of(self, group: Group) -> dict[str, tuple[str, float, float]]:
+        memory = self.memory
+        gathered = group.gathered_bytes - group.apart * memory.compute_bytes
+        trained = group.trained * (1 - group.apart / max(group.elements, 1))
+        of_experts = group.trained - trained
+        summed = group.trained_shard - group.apart_shard
+        return {
+            "gather": self._of("all_gather", "shard", gathered),
+            "gather_experts": self._of("all_gather", "expert_shard", group.apart * memory.compute_bytes),
+            "reduce": self._of("reduce_scatter", "shard", trained * memory.reduce_bytes),
+            "reduce_experts": self._of("reduce_scatter", "expert_shard", of_experts * memory.reduce_bytes),
+            "sum": self._of("all_reduce", "replicas", summed * memory.reduce_bytes),
+            "sum_experts": self._of("all_reduce", self._replicas_of_experts, group.apart_shard * memory.reduce_bytes),
+        }
 
     @property
     def _replicas_of_experts(self) -> str:
@@ -251,10 +303,20 @@ class _Rank(LayerTime):
             return axis, 0.0, 0.0
         return axis, n_bytes, self.network.seconds(op, n_bytes, ranks, stride)
 
-    def _seconds_of(self, group: int, what: str) -> float:
-        """Seconds of a group's "gather" or "reduce", its experts' and its replicas' included."""
+    def _seconds_of(self, what: str) -> list[float]:
+        """Seconds of each group's "gather" or "reduce", its experts' and its replicas' included."""
         parts = {"gather": ("gather",), "reduce": ("reduce", "sum")}[what]
-        return sum(seconds for part, (_, _, seconds) in self._traffic[group].items() if part.startswith(parts))
+        return [
+            sum(seconds for part, (_, _, seconds) in each.items() if part.startswith(parts)) for each in self._traffic
+        ]
+
+    @cached_property
+    def _gathers(self) -> list[float]:
+        return self._seconds_of("gather")
+
+    @cached_property
+    def _reduces(self) -> list[float]:
+        return self._seconds_of("reduce")
 
     def _gathers_again(self, group: int) -> bool:
         """Whether the backward pass gathers a group that the forward pass has freed."""
@@ -267,9 +329,9 @@ class _Rank(LayerTime):
     def _fsdp(self, gathers: bool, reduces: bool) -> tuple[float, float]:
         """Exposed and hidden seconds of FSDP's collectives in one micro-batch."""
         n = len(self.passes)
-        gather = [self._seconds_of(g, "gather") * gathers for g in range(n)]
-        again = [self._seconds_of(g, "gather") * self._gathers_again(g) for g in range(n)]
-        reduce = [self._seconds_of(g, "reduce") * reduces for g in range(n)]
+        gather = [seconds * gathers for seconds in self._gathers]
+        again = [seconds * self._gathers_again(g) for g, seconds in enumerate(self._gathers)]
+        reduce = [seconds * reduces for seconds in self._reduces]
         exposed = gather[0] + reduce[0]
         for g, (forward, backward) in enumerate(self.passes):
             beside_forward = gather[g + 1] if g + 1 < n else 0.0
@@ -338,8 +400,13 @@ class _Rank(LayerTime):
         """
         if self.sizes.pp == 1 or self.config.pipeline.schedule == "zero_bubble_v":
             return 0.0
-        sends = 2 * (self.sizes.pp - 1) * self.network.seconds("send", self._sent, *self.axis("pp"))
+        sends = 2 * (self.sizes.pp - 1) * self.send_seconds
         return (self.sizes.pp - 1) / stages_per_rank(self.config) * busy / self.micro_batches + sends
+
+    @property
+    def send_seconds(self) -> float:
+        """Seconds of a message to the next stage."""
+        return self.network.seconds("send", self._sent, *self.axis("pp"))
 
     @property
     def _sent(self) -> float:
@@ -349,13 +416,13 @@ class _Rank(LayerTime):
     def _optimizer(self) -> float:
         """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
         memory = self.memory
-        elements = sum(memory.shards.values())
+        elements = memory.held.elements
         parameters = elements * memory.state_bytes
         moved = 2 * (parameters + memory.optimizer) + 4 * parameters
         sent = 0.0
         if self.sizes.by_owner:
             element = BYTES[self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype]
-            apart = sum(size for name, size in memory.shards.items() if memory.is_apart(name))
+            apart = memory.held.apart
             sent += self.network.seconds("all_gather", (elements - apart) * element, *self.axis("replicas"))
             sent += self.network.seconds("all_gather", apart * element, *self.axis("expert_replicas"))
         return moved / self.device.memory + sent

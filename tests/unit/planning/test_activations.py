@@ -10,7 +10,7 @@ from configs.load import load
 from tests.end_to_end.launch import TINY
 from trainer.planning import activations
 from trainer.planning.activations import measure_blocks
-from trainer.planning.block_memory import measure_eager, worst
+from trainer.planning.block_memory import BlockMemory, measure_eager, worst
 
 
 class UnknownBlock(nn.Module):
@@ -73,3 +73,15 @@ def test_a_tensor_parallel_rank_keeps_half_of_the_stream_in_the_compute_dtype():
     config = load(str(TINY), words, 2).config
     (memory,) = measure_blocks(config, [0], MeshSizes(1, 1, 2), on_gpu=False).values()
     assert memory.kept == config.training.seq_len * config.model.dim * 2 // 2
+
+
+def test_a_kind_of_block_is_measured_once_whatever_the_layers(monkeypatch, tmp_path):
+    """Ranks of a pipeline have different layers."""
+    monkeypatch.setattr(activations, "_answers", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+    monkeypatch.setattr(activations, "_measure", lambda asked, _: measured.append(asked.layer) or BlockMemory(1, ()))
+    config = load("qwen3_next_80b_a3b.toml", [], 8).config  # a layer of kind full after three of kind delta
+    for layers in ([6, 7], [4, 5], [0, 3], [1, 2]):
+        measure_blocks(config, layers, MeshSizes(1, 1, 1), on_gpu=True)
+    assert measured == [0, 3]

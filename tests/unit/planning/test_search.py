@@ -20,6 +20,7 @@ from trainer.planning.step_time import estimate_step
 
 GPU = device_named("h100")
 BF16 = ["--training.compute_dtype", "bfloat16", "--job.device", "auto"]
+COMPILED = ["--compile.enable", "true", "--model.n_layers", "2"]
 SMALL = ["--training.global_batch_size", "2", "--training.micro_batch_size", "1"]
 
 
@@ -38,6 +39,7 @@ def search(config: Config, ranks: int, gib: float, prunes: bool = True) -> Searc
         pytest.param(job("debug.toml", "--training.global_batch_size", "4"), 4, 1.25, marks=pytest.mark.slow),
         (job("debug.toml", "--training.global_batch_size", "8"), 1, 80),
         pytest.param(job("moe_debug.toml", *SMALL), 2, 1.3, marks=pytest.mark.slow),
+        pytest.param(job("debug.toml", *SMALL, *COMPILED), 2, 1.25, marks=pytest.mark.slow),
         (
             job("debug.toml", "--training.global_batch_size", "4", "--fsdp.partition", "owner", "--mesh.dp_shard", "1"),
             2,
@@ -85,6 +87,26 @@ def test_all_that_it_proposes_is_valid_and_the_same_run(tmp_path: Path, name: st
         step = estimate_step(loaded.config, ranks, GPU)
         assert step.seconds == pytest.approx(found.seconds, rel=1e-12)
         assert estimate_memory(loaded.config, mesh_sizes(loaded.config, ranks), "cuda").device == found.memory
+
+
+def test_it_varies_what_context_and_tensor_parallelism_exchange_and_how_many_layers_recompute():
+    config = job("debug.toml", *SMALL, *COMPILED)
+    branches = [branch.job for branch in search(config, 4, 80)._branches()]
+    assert {each.context.method for each in branches if each.mesh.cp > 1} == {"gather", "ring", "all_to_all"}
+    assert {each.context.method for each in branches if each.mesh.cp == 1} == {"gather"}
+    assert {each.comm.async_tp for each in branches if each.mesh.tp > 1} == {False, True}
+    assert {each.comm.async_tp for each in branches if each.mesh.tp == 1} == {False}
+    assert {each.activation_checkpoint.every_nth_layer for each in branches} == {1, 2}
+    hosts_of_1 = Search(config, 4, GPU, 1, 80 * 2**30)._branches()
+    assert {each.job.comm.async_tp for each in hosts_of_1 if each.job.mesh.tp > 1} == {False}
+
+
+def test_async_tp_between_hosts_hides_nothing():
+    """A launch turns it off where GPUs do not reach each other's memory."""
+    words = ["--mesh.tp", "4", "--compile.enable", "true", "--comm.async_tp"]
+    config, plain = (load("llama_8b.toml", [*BF16, *words, value], 8).config for value in ("true", "false"))
+    assert estimate_step(config, 8, GPU, gpus_per_host=2).parts == estimate_step(plain, 8, GPU, gpus_per_host=2).parts
+    assert estimate_step(config, 8, GPU).parts["tp"] < estimate_step(plain, 8, GPU).parts["tp"]
 
 
 def test_a_curve_says_what_each_number_of_ranks_attains():

@@ -5,10 +5,15 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from checkpoint.shards import shards_of
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
+from parallelisms.fake_ranks import fake_ranks
+from parallelisms.mesh import build_mesh
 from scripts import plan
 from tests.published.compare import compared, rank_correlation
 from trainer.planning.by_stage import run_time
@@ -17,12 +22,14 @@ from trainer.planning.layer_time import RAMP, LayerTime
 from trainer.planning.step_time import estimate_step
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.planning.traffic import trace_step
+from trainer.step import assemble_learner, build_stages
 
 H100 = device_named("h100")
 SMALL = (
     "--model.n_layers 2 --training.seq_len 512 --training.global_batch_size 16 --training.micro_batch_size 1 "
     "--activation_checkpoint.mode none"
 )
+MODES = "sync", "async"
 HYBRID = '--model.layers ["delta","full"] --model.n_experts 16 --mesh.ep 1'
 
 
@@ -58,7 +65,51 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
     assert step.mfu == pytest.approx(step.flops / step.seconds / 989.5e12)
     run = run_time([(1000, step)])
     assert (run.steps, run.tokens) == (1000, 1000 * 16 * 512)
-    assert run.gpu_hours == pytest.approx(1000 * step.seconds / 3600)
+    assert run.gpu_hours == pytest.approx(1000 * step.seconds_with_saves / 3600)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", 1),
+        ("--average.interval 10", 2),
+        ("--mesh.dp_replicate 2 --mesh.tp 2", 4),
+        ("--fsdp.partition owner --mesh.dp_shard 1 --mesh.dp_replicate 2", 2),
+        ("--fsdp.partition owner --mesh.dp_shard 1 --mesh.dp_replicate 2 --fsdp.owner_broadcast_dtype bfloat16", 2),
+        ("--mesh.pp 2 --model.tie_embeddings false", 4),
+    ],
+)
+def test_training_waits_for_the_copy_of_the_largest_part_of_the_state(words, ranks):
+    """The bytes are those of the tensors that a rank gives to a save, on the pipeline's ends, which hold the most."""
+    config = job("debug.toml", ranks, f"--training.compute_dtype bfloat16 --checkpoint.interval 200 {words}")
+    sizes = mesh_sizes(config, ranks)
+    staged = []
+    for rank in range(ranks):
+        with fake_ranks(ranks, rank):
+            mesh = build_mesh(sizes, torch.device("cpu"))
+            stages, names = build_stages(config, mesh)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                for stage in stages.values():
+                    stage.to_empty(device="cpu")
+                state = assemble_learner(config, mesh, stages, names).state()
+            staged.append(sum(shard.local.nbytes for shard in shards_of(state).values()))
+    save = estimate_step(config, ranks, H100).save
+    assert save.n_bytes == pytest.approx(max(staged), rel=1e-4)
+    assert save.seconds == save.n_bytes / 55e9
+    assert save.of_a_step == save.seconds / 200
+
+
+@pytest.mark.parametrize("words", ["--checkpoint.interval 0", "--fsdp.cpu_offload true"])
+def test_a_run_without_saves_or_with_states_in_host_memory_waits_for_no_copy(words):
+    step = estimate_step(job("llama_1b.toml", 2, words), 2, H100)
+    assert step.save is None
+    assert step.seconds_with_saves == step.seconds
+
+
+def test_the_disk_is_left_out_of_a_save_that_waits_for_it():
+    by_mode = {mode: estimate_step(job("llama_1b.toml", 2, f"--checkpoint.mode {mode}"), 2, H100) for mode in MODES}
+    assert by_mode["sync"].save == by_mode["async"].save
+    assert [any("the disk" in each for each in step.left_out) for step in by_mode.values()] == [True, False]
 
 
 def test_gated_deltanet_takes_what_one_layer_took_on_an_h200():
@@ -223,8 +274,18 @@ def run(capsys, *words):
 def test_the_plan_says_what_a_step_and_the_run_take(capsys):
     code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--price", "2")
     assert code == 0
-    for words in ("tokens/s a GPU", "the run", "GPU-hours", "at 2 a GPU-hour", "counted", "modelled", "left out"):
-        assert words in out
+    for words in (
+        "tokens/s a GPU",
+        "waiting for saves",
+        " of a rank to its host",
+        "the run",
+        "GPU-hours",
+        "at 2 a GPU-hour",
+        "counted",
+        "modelled",
+        "left out",
+    ):
+        assert words in " ".join(out.split())
 
 
 def test_the_plan_as_json(capsys):
@@ -232,6 +293,11 @@ def test_the_plan_as_json(capsys):
     found = json.loads(out)
     assert code == 0
     assert found["time"]["step_seconds"] == pytest.approx(sum(found["time"]["parts_seconds"].values()))
+    saves = found["time"]["saves"]
+    assert saves["seconds"] == pytest.approx(saves["n_bytes"] / H100.host)
+    assert saves["seconds_of_a_step"] == pytest.approx(saves["seconds"] / saves["interval"])
+    of_a_step = found["time"]["step_seconds"] + saves["seconds_of_a_step"]
+    assert found["time"]["run"]["seconds"] == pytest.approx(found["time"]["run"]["steps"] * of_a_step)
     assert found["time"]["run"]["price"] == pytest.approx(2 * found["time"]["run"]["gpu_hours"])
 
 

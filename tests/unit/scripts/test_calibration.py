@@ -17,6 +17,7 @@ MEASURED = replace(
     products=345e12,
     products_float8=0.0,
     memory=2.1e12,
+    host=11e9,
     inside=Link(180e9, 6e-6),
     delta={backend: [rate / 2 for rate in rates] for backend, rates in H200.delta.items()},
     attention={kernel: [[128, 8192, 283e12, 248e12]] for kernel in H200.attention},
@@ -40,6 +41,7 @@ def test_measured_rates_stand_beside_the_tables(capsys):
     rows = dict(calibration_rows(MEASURED, ["grouped", "between"]))
     assert rows["products"] == "345 TFLOP/s, 690 TFLOP/s in the table (-50.0%)"
     assert rows["memory"] == "2,100 GB/s, 4,200 GB/s in the table (-50.0%)"
+    assert rows["host"] == "11 GB/s, 55 GB/s in the table (-80.0%)"
     assert rows["attention by cudnn, forward"] == "283 TFLOP/s, 566 TFLOP/s in the table (-50.0%)"
     assert rows["inside a host, latency"] == "6.0 µs, 3.0 µs in the table (100.0%)"
     assert not rows.keys() & {"grouped", "products_float8"}

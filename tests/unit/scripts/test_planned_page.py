@@ -5,9 +5,11 @@ import re
 import pytest
 
 from scripts import plan
+from scripts.page import planned
 from scripts.page.planned import planned_page
 from tests.unit.planning.test_step_time import H100, job
 from trainer.planning.step_time import parts_by_kind, slowest_rank
+from trainer.planning.timeline import BACKWARD, timeline
 
 MEMORY = {0: {"parameters": 2**30, "loss": 2**29}, 3: {"parameters": 2**29, "gradients": 2**29}}
 STEPS = {
@@ -72,3 +74,29 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     memory, step = bars(file.read_text())
     assert memory[-1][0] == "free"
     assert step[0][0] == "products"
+
+
+def test_a_timeline_shows_each_pass_where_and_as_long_as_it_is():
+    config = job("llama_8b.toml", 4, "--mesh.pp 4 --pipeline.schedule 1f1b --training.global_batch_size 8")
+    passes = timeline(config, 4, H100)
+    until = max(of_rank[-1].end for of_rank in passes)
+    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", passes=passes)
+    lines = re.findall(r'<svg class="passes".*?</svg>', text)
+    assert len(lines) == 4
+    for line, of_rank in zip(lines, passes, strict=True):
+        boxes = re.findall(r'<rect class="run-(\d)[^"]*" x="([^"]+)" width="([^"]+)".*?<title>(.*?): ', line)
+        assert len(boxes) == len(of_rank) == 2 * 8
+        for (color, x, width, words), each in zip(boxes, of_rank, strict=True):
+            assert words == f"{each.work.kind} of micro-batch {each.work.micro_batch}, stage {each.work.stage}"
+            assert float(x) == pytest.approx(100 * each.start / until, abs=1e-3)
+            assert float(width) == pytest.approx(100 * each.seconds / until, abs=1e-3)
+            assert color == str(int(each.work.kind == BACKWARD))
+    assert "passes. FSDP" not in text
+
+
+def test_a_long_timeline_is_cut(monkeypatch):
+    monkeypatch.setattr(planned, "_MOST_PASSES", 20)
+    passes = timeline(job("llama_8b.toml", 4, "--mesh.pp 4 --training.global_batch_size 8"), 4, H100)
+    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", passes=passes)
+    assert len(re.findall(r"<title>(?:forward|backward) of", text)) == 20
+    assert "the first 20 of 64 passes" in text
