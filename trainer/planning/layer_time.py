@@ -198,7 +198,9 @@ class LayerTime:
         operations = attention_features(model) * seen * self.tokens / self.sizes.tp
         kernel = "flash2" if self.config.attention.backend in ("flash2", "flex") else "cudnn"
         forward, backward = self.device.attention_rates(kernel, head_dim(model), seen)
-        return operations / forward + 2 * RAMP, 2.5 * operations / backward + 2 * RAMP
+        notes_logits = self.config.optimizer.qk_clip is not None  # one more product of the two, in the forward pass
+        ahead = operations * (1.5 if notes_logits else 1.0) / forward
+        return ahead + 2 * RAMP, 2.5 * operations / backward + 2 * RAMP
 
     def elementwise(self, layer: int) -> tuple[float, float]:
         """Seconds of a layer's other kernels, forward and backward."""
@@ -281,6 +283,14 @@ class LayerTime:
             return [("all_to_all", 2 * self.tokens * (model.n_heads + n_kv_heads(model)) * width)]
         return [("all_gather", 2 * self.tokens * cp * n_kv_heads(model) * width)]  # a ring passes on as much
 
+    def _noted_keys(self, layer: int) -> list[tuple[str, str, float]]:
+        """What QK-clip gathers over `cp` to find a layer's largest logits, beside what attention does."""
+        model = self.config.model
+        if self.config.optimizer.qk_clip is None or self.sizes.cp == 1 or is_delta(model, layer):
+            return []
+        width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
+        return [("cp", "all_gather", self.tokens * self.sizes.cp * n_kv_heads(model) * width)]
+
     def between(self, layer: int, kind: str) -> list[tuple[str, str, float]]:
         """The collectives that a layer waits for in a pass ("forward", "backward", "repeated"): axis, op, bytes."""
         by_axis = {
@@ -290,7 +300,7 @@ class LayerTime:
         }
         found = [(axis, op, n_bytes) for axis, each in by_axis.items() for op, n_bytes in each]
         if kind == "forward":
-            return found
+            return found + self._noted_keys(layer)
         if kind == "backward":
             other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
             return [(axis, other.get(op, op), n_bytes) for axis, op, n_bytes in found]

@@ -149,6 +149,23 @@ def test_what_a_layer_of_gated_deltanet_exchanges_between_parts_of_a_sequence():
     assert (found.op, found.n_bytes) == ("all_to_all", 16 * 2 * 2 * 256 * 2 * (rows + 32 * 128))
 
 
+def test_qk_clip_takes_half_of_attentions_forward_pass_again_and_gathers_keys():
+    words = f"{SMALL} --training.seq_len 8192 --mesh.cp 2"
+    plain, clipped = (
+        estimate_step(job("llama_8b.toml", 2, f"{words} {more}"), 2, H100) for more in ("", "--optimizer.qk_clip 100")
+    )
+    passes = 2 * 16  # layers, and micro-batches
+    products = 2 * 4096 * (8192 // 2) * 32 * 128  # a rank's tokens, those that each sees, features
+    forward, _ = H100.attention_rates("cudnn", 128, 8192)
+    again = passes * products / forward
+    assert clipped.parts["attention"] - plain.parts["attention"] == pytest.approx(again, rel=1e-3)
+    before, after = (
+        sum(each.n_bytes for each in step.collectives if (each.op, each.axis) == ("all_gather", "cp"))
+        for step in (plain, clipped)
+    )
+    assert after - before == passes * 8192 * 8 * 128 * 2
+
+
 def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():
     device = replace(H100, inside=Link(400e9, 0.0), between=Link(50e9, 0.0))
     network = Network(device, gpus_per_host=8)
