@@ -343,19 +343,23 @@ def _without_mscale(rope: Mapping[str, Any], width: int) -> tuple[dict[str, Any]
     rest = {name: value for name, value in rope.items() if name not in ("mscale", "mscale_all_dim")}
     factor = rope.get("factor")
     all_dim = rope.get("mscale_all_dim")
-    if rope.get("rope_type", rope.get("type")) != "yarn" or not all_dim or not isinstance(factor, int | float):
+    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    if not is_yarn or not all_dim or not isinstance(factor, int | float) or factor <= 0:
         return dict(rope) if rope.get("mscale") else rest, {}
-    on_scores = 0.1 * all_dim * log(factor) + 1
-    if mscale := rope.get("mscale"):
-        rest.setdefault("attention_factor", (0.1 * mscale * log(factor) + 1) / on_scores)
-    return rest, {"query_scale": width / on_scores**4}
+    try:
+        on_scores = 0.1 * all_dim * log(factor) + 1
+        if mscale := rope.get("mscale"):
+            rest.setdefault("attention_factor", (0.1 * mscale * log(factor) + 1) / on_scores)
+        return rest, {"query_scale": width / on_scores**4}
+    except (ArithmeticError, TypeError):  # they are no numbers, or too large: `_scaling_to_keel` refuses them by name
+        return dict(rope), {}
 
 
 def _scaling_to_keel(rope: Mapping[str, Any], path: Path, field: str) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         known = ", ".join(f'"{name}"' for name in ("default", *_SCALINGS))
         raise _unsupported(path, f"{field}.rope_type", kind, f"Keel knows {known}")
     for name, value in _NOT_SCALED_BY.items():

@@ -53,6 +53,19 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "router.scaling_factor": (1.0,),
 }
 
+
+def _size(config: Mapping[str, Any], name: str, default: int) -> int:
+    """A field that is a whole number.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = config.get(name, default)
+    if type(value) is not int:
+        raise ValueError(f"{name} is no whole number")
+    return value
+
+
 # --------------------------------------------------------------------------- layers of two kinds
 
 
@@ -144,23 +157,17 @@ def _write_latent(model: Any) -> dict[str, Any]:
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    def size(name: str, default: int) -> int:
-        value = config.get(name, default)
-        if type(value) is not int:
-            raise ValueError(f"{name} is no number")
-        return value
-
     heads = config.get("num_attention_heads", 128)
     if config.get("num_key_value_heads", heads) not in (None, heads):
         raise ValueError(f"num_key_value_heads is not num_attention_heads, {heads}")
-    groups = size("n_group", 8)
-    chosen = size("topk_group", 4)
-    expert_dim = size("moe_intermediate_size", 2048)
-    is_dense_first = size("first_k_dense_replace", 3) > 0
+    groups = _size(config, "n_group", 8)
+    chosen = _size(config, "topk_group", 4)
+    expert_dim = _size(config, "moe_intermediate_size", 2048)
+    is_dense_first = _size(config, "first_k_dense_replace", 3) > 0
     return {
-        "head_dim": size("qk_nope_head_dim", 128) + size("qk_rope_head_dim", 64),
+        "head_dim": _size(config, "qk_nope_head_dim", 128) + _size(config, "qk_rope_head_dim", 64),
         "latent.query_rank": config.get("q_lora_rank", 1536),
-        "multi_token.depth": size("num_nextn_predict_layers", 0) or None,
+        "multi_token.depth": _size(config, "num_nextn_predict_layers", 0) or None,
         **({"expert_dim": expert_dim} if is_dense_first else {"ffn_dim": expert_dim}),
         **({"router.n_groups": groups, "router.groups_per_token": chosen} if groups > 1 else {}),
     }
@@ -197,16 +204,20 @@ def _write_feed_forwards(model: Any) -> dict[str, Any]:
 
 
 _KINDS = {"delta": "linear_attention", "full": "full_attention"}
+_MOST_LAYERS = 1 << 16
+"""Limit on layers that no list names, as that of their kinds is made before the weights are counted."""
 
 
 def _read_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
-    n_layers = config.get("num_hidden_layers", 48)
-    interval = config.get("full_attention_interval", 4)
+    n_layers = _size(config, "num_hidden_layers", 48)
     kinds = config.get("layer_types")
     if kinds is None:
+        interval = _size(config, "full_attention_interval", 4)
+        if interval < 1 or n_layers > _MOST_LAYERS:
+            raise ValueError(f"full_attention_interval {interval} of {n_layers} layers")
         kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(n_layers)]
     names = {name: kind for kind, name in _KINDS.items()}
-    if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in names for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in _KINDS.values() for kind in kinds):
         raise ValueError(f"layer_types: a list of {n_layers} kinds, each among {', '.join(names)}")
     feed_forwards = _read_feed_forwards(config, n_layers, n_experts=512, expert_dim=512, shared_dim=512)
     return {"layers": _shortest([names[kind] for kind in kinds]), **feed_forwards}
@@ -221,14 +232,14 @@ def _read_feed_forwards(
     """
     n_experts = config.get("num_experts", n_experts)
     inner = config.get("intermediate_size", 5632)
-    width = config.get("moe_intermediate_size", expert_dim)
-    shared = config.get("shared_expert_intermediate_size", shared_dim)
+    width = _size(config, "moe_intermediate_size", expert_dim)
+    shared = _size(config, "shared_expert_intermediate_size", shared_dim)
     dense = config.get("mlp_only_layers") or []
     if not n_experts:
         return {"ffn_dim": inner}
-    if dense != list(range(len(dense))) or len(dense) >= n_layers:
+    if not isinstance(dense, list) or dense != list(range(len(dense))) or len(dense) >= n_layers:
         raise ValueError(f"mlp_only_layers = {dense!r} are not the leading layers, followed by others")
-    if shared % width or not shared:
+    if width < 1 or shared < 1 or shared % width:
         raise ValueError(f"shared_expert_intermediate_size {shared} is no multiple of moe_intermediate_size {width}")
     keys = {"n_experts": n_experts, "n_shared_experts": shared // width, "shared_expert_gate": True}
     return keys | (
@@ -343,7 +354,7 @@ QWEN2_MOE = HfClass(
     gates_shared_expert=True,
     write=_write_feed_forwards,
     read=lambda config: _read_feed_forwards(
-        config, config.get("num_hidden_layers", 24), n_experts=60, expert_dim=1408, shared_dim=5632
+        config, _size(config, "num_hidden_layers", 24), n_experts=60, expert_dim=1408, shared_dim=5632
     ),
 )
 # transformers has no such class: DeepSeek's models come with code of their own, which has no width of heads. Rotary

@@ -18,6 +18,7 @@ from parallelisms.attention.logits import NotedLogits
 from parallelisms.init import local_indices
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
+from trainer.optimizers.training import TrainingOptimizer
 
 
 class QkClip:
@@ -69,6 +70,8 @@ class QkClip:
     @torch.no_grad()
     def scale(self, optimizer: TorchOptimizer, *_: Any) -> None:
         """Scale what an optimizer has updated; a hook after its step."""
+        # Copies that modules compute with, which the step itself may have written before the clip.
+        kept = optimizer.copies.kept if isinstance(optimizer, TrainingOptimizer) and optimizer.copies else {}
         for group in optimizer.param_groups:
             for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True):
                 if name in self._factors and parameter.grad is not None:
@@ -77,6 +80,8 @@ class QkClip:
                     if len(weight) < len(factors):  # an optimizer that needs whole matrices may have gathered them
                         factors = factors[self._own_rows[name]]
                     weight.mul_(factors.view(-1, *[1] * (weight.ndim - 1)).to(weight.device))
+                    if parameter in kept:
+                        kept[parameter].copy_(weight)
 
     def finish_step(self) -> None:
         """Forget what was noted."""

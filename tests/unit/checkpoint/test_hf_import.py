@@ -30,6 +30,11 @@ from trainer.step import saved_buffers
 
 NO_TOKENIZER = TokenizerFiles()
 OLMO3, SMOLLM3, GEMMA3 = ({"model_type": name, "architectures": ...} for name in ("olmo3", "smollm3", "gemma3_text"))
+QWEN2_MOE, QWEN3_NEXT, DEEPSEEK_V3 = (
+    {"model_type": name, "architectures": ...} for name in ("qwen2_moe", "qwen3_next", "deepseek_v3")
+)
+DEEPSEEK_V3 |= {"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "mscale_all_dim": 1.0}
 FULL = "full_attention"
 NEAR = "sliding_attention"
 DTYPES = {"tied": "bfloat16", "qwen3": "bfloat16", "gemma3": "bfloat16"}
@@ -423,6 +428,20 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
             },
             "rope_parameters.mscale = 1.0",
         ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type = ['yarn']"),
+        (DEEPSEEK_V3 | {"rope_parameters": YARN | {"mscale_all_dim": "1"}}, "rope_parameters.mscale_all_dim = '1'"),
+        (
+            DEEPSEEK_V3 | {"rope_parameters": YARN | {"mscale_all_dim": 1e308}},
+            "rope_parameters.mscale_all_dim = 1e+308",
+        ),
+        (DEEPSEEK_V3 | {"rope_parameters": YARN | {"factor": -2.0}}, "factor: Input should be greater than"),
+        (QWEN2_MOE | {"mlp_only_layers": 1}, "mlp_only_layers = 1 are not the leading layers"),
+        (QWEN2_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is no whole number"),
+        (QWEN2_MOE | {"moe_intermediate_size": 0}, "shared_expert_intermediate_size 5632 is no multiple of"),
+        (QWEN2_MOE | {"num_hidden_layers": "2"}, "num_hidden_layers is no whole number"),
+        (QWEN3_NEXT | {"layer_types": [["linear_attention"], FULL]}, "layer_types: a list of 2 kinds"),
+        (QWEN3_NEXT | {"full_attention_interval": 0}, "full_attention_interval 0 of 2 layers"),
+        (QWEN3_NEXT | {"num_hidden_layers": 10**15}, "full_attention_interval 4 of 1000000000000000 layers"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"hidden_size": ...}, "hidden_size: Field required"),
