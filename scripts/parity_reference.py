@@ -87,7 +87,8 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         targets = torch.cat([batch.targets for batch in micro_batches])
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
         choices = _Choices(model, config)
-        largest_logits = LargestLogits(model)
+        limit = config.optimizer.qk_clip
+        largest_logits = LargestLogits(model) if limit else None
         further = FurtherTokens(model, config)
         if document_ids:
             logits = each_document_alone(model, tokens, torch.cat(document_ids))
@@ -108,9 +109,9 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_of(RunStage(Border(), config), step + 1) * group["lr_scale"]
             optimizer.step()
-        if config.optimizer.qk_clip:
-            largest_logits.clip(config.optimizer.qk_clip)
-        largest_logits.stop()
+        if limit and largest_logits:
+            largest_logits.clip(limit)
+            largest_logits.stop()
         choices.move_biases()
         model.zero_grad()
         found.losses.append(loss.item())
