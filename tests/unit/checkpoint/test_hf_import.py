@@ -446,6 +446,8 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         (QWEN3_NEXT | MANY_LAYERS, "num_hidden_layers 10000 is not from 1 to"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"max_position_embeddings": None}, "max_position_embeddings = None is not supported"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings = -5 is not supported"),
         ({"hidden_size": ...}, "hidden_size: Field required"),
         ({"hidden_size": "32"}, "hidden_size: Input should be a valid integer"),
         ({"vocab_size": 97}, "model.embed_tokens.weight: [96, 32], expected: [97, 32]"),
