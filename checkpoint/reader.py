@@ -339,4 +339,4 @@ def _found(told: list[Any]) -> Found:
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:
     """Whether a tensor may change its type: moments and averages may, if `moments_dtype` or `dtype` was changed."""
-    return name.startswith((OPTIMIZER, AVERAGE)) and saved in (torch.bfloat16, torch.float32)
+    return name.startswith((OPTIMIZER, AVERAGE)) and saved in (torch.bfloat16, torch.float32, torch.float64)

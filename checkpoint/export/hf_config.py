@@ -299,11 +299,12 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def seq_len_of(config: Mapping[str, Any]) -> int:
-    """The sequence length in tokens that a config.json's model is made for; by default LlamaConfig's."""
-    value = config.get("max_position_embeddings", 2048)
-    if type(value) is not int:
-        raise UserError(f"max_position_embeddings = {shortened(repr(value), 200)} is not a length")
+def seq_len_of(config: Mapping[str, Any], path: Path) -> int:
+    """The sequence length in tokens that the model of the config.json at `path` is made for; default: LlamaConfig's."""
+    field = "max_position_embeddings"
+    value = config.get(field, 2048)
+    if type(value) is not int or value < 1:
+        raise _unsupported(path, field, value, "Keel expects a number of tokens")
     return value
 
 

@@ -72,7 +72,7 @@ def import_hf(
     names = sources(model)
     to_write = checkpoint_shapes(model).items()
     stream = ((name, count(read_source(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
-    _write_import(source, output, tokenizer, model, seq_len_of(config), target, stream)
+    _write_import(source, output, tokenizer, model, seq_len_of(config, source / CONFIG_NAME), target, stream)
 
 
 def unread(source: Path) -> list[str]:

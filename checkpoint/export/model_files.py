@@ -82,7 +82,7 @@ def hf_files(source: Path) -> ModelFiles:
     dtypes = dtypes_of(model, dtype)
     return ModelFiles(
         model,
-        seq_len_of(config),
+        seq_len_of(config, source / CONFIG_NAME),
         dtype,
         {name: described(shape) for name, shape in shapes.items()},
         lambda name: read_source(names[name], shapes[name], tensors, dtypes[name]),

@@ -204,17 +204,19 @@ def _write_feed_forwards(model: Any) -> dict[str, Any]:
 
 
 _KINDS = {"delta": "linear_attention", "full": "full_attention"}
-_MOST_LAYERS = 1 << 16
-"""Limit on layers that no list names, as that of their kinds is made before the weights are counted."""
+_MOST_LAYERS = 1 << 12
+"""Limit on layers whose kinds are looked at before the tensors are counted."""
 
 
 def _read_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
     n_layers = _size(config, "num_hidden_layers", 48)
+    if not 0 < n_layers <= _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers {n_layers} is not from 1 to {_MOST_LAYERS}")
     kinds = config.get("layer_types")
     if kinds is None:
         interval = _size(config, "full_attention_interval", 4)
-        if interval < 1 or n_layers > _MOST_LAYERS:
-            raise ValueError(f"full_attention_interval {interval} of {n_layers} layers")
+        if interval < 1:
+            raise ValueError(f"full_attention_interval {interval} is below 1")
         kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(n_layers)]
     names = {name: kind for kind, name in _KINDS.items()}
     if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in _KINDS.values() for kind in kinds):
@@ -249,7 +251,7 @@ def _read_feed_forwards(
 
 def _shortest(kinds: list[str]) -> list[str]:
     """The shortest list that repeats as these kinds."""
-    n = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+    n = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
     return kinds[:n]
 
 

@@ -59,12 +59,14 @@ def test_bits_are_the_same_on_other_meshes(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_its_type_changes_only_if_that_is_allowed(ranks, tmp_path):
-    before = averages(run_to(ranks, 1, tmp_path, 2, RUN))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_its_type_changes_only_if_that_is_allowed(ranks, tmp_path, dtype):
+    of_weights = " ".join(f"--training.{key} {dtype}" for key in ("dtype", "compute_dtype", "reduce_dtype"))
+    before = averages(run_to(ranks, 1, tmp_path, 2, f"{RUN} {of_weights}"))
     with pytest.raises(Exception, match=r"average.dtype: \"float32\" -> \"bfloat16\""):
-        run_to(ranks, 1, tmp_path, 3, ROUNDED)
-    still = "--average.start_step 1 --average.interval 4 --job.allow_run_change true"
+        run_to(ranks, 1, tmp_path, 3, f"{ROUNDED} {of_weights}")
+    still = f"{of_weights} --average.start_step 1 --average.interval 4 --job.allow_run_change true"
     rounded = averages(run_to(ranks, 1, tmp_path, 3, f"{ROUNDED} {still}"))
     assert all(torch.equal(rounded[name], each.bfloat16()) for name, each in before.items())
     exact = averages(run_to(ranks, 1, tmp_path, 4, f"{RUN} {still}"))
-    assert all(torch.equal(exact[name], each.float()) for name, each in rounded.items())
+    assert all(torch.equal(exact[name], each.to(getattr(torch, dtype))) for name, each in rounded.items())

@@ -37,6 +37,7 @@ DEEPSEEK_V3 |= {"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_d
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "mscale_all_dim": 1.0}
 FULL = "full_attention"
 NEAR = "sliding_attention"
+MANY_LAYERS = {"num_hidden_layers": 10_000, "layer_types": ["linear_attention"] * 9_999 + [FULL]}
 DTYPES = {"tied": "bfloat16", "qwen3": "bfloat16", "gemma3": "bfloat16"}
 
 
@@ -440,10 +441,13 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         (QWEN2_MOE | {"moe_intermediate_size": 0}, "shared_expert_intermediate_size 5632 is no multiple of"),
         (QWEN2_MOE | {"num_hidden_layers": "2"}, "num_hidden_layers is no whole number"),
         (QWEN3_NEXT | {"layer_types": [["linear_attention"], FULL]}, "layer_types: a list of 2 kinds"),
-        (QWEN3_NEXT | {"full_attention_interval": 0}, "full_attention_interval 0 of 2 layers"),
-        (QWEN3_NEXT | {"num_hidden_layers": 10**15}, "full_attention_interval 4 of 1000000000000000 layers"),
+        (QWEN3_NEXT | {"full_attention_interval": 0}, "full_attention_interval 0 is below 1"),
+        (QWEN3_NEXT | {"num_hidden_layers": 10**15}, "num_hidden_layers 1000000000000000 is not from 1 to"),
+        (QWEN3_NEXT | MANY_LAYERS, "num_hidden_layers 10000 is not from 1 to"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"max_position_embeddings": None}, "max_position_embeddings = None is not supported"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings = -5 is not supported"),
         ({"hidden_size": ...}, "hidden_size: Field required"),
         ({"hidden_size": "32"}, "hidden_size: Input should be a valid integer"),
         ({"vocab_size": 97}, "model.embed_tokens.weight: [96, 32], expected: [97, 32]"),
