@@ -57,6 +57,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python train.py --config my_text.toml": f"python train.py --config my_text.toml {BATCH} --training.steps 2"
     " --model.vocab_size 1000",
     'python scripts/parity.py --rows "FSDP 2 x TP 2*"': 'python scripts/parity.py --rows "FSDP 2 x TP 2, none, eager*"',
+    "keel compare debug.toml --sweep optimizer.name=adamw,muon --seeds 3": "keel compare debug.toml"
+    f" --sweep optimizer.name=adamw,muon --seeds 1 --training.steps 2 {BATCH}",
     'python scripts/parity.py --rows "CP*"': 'python scripts/parity.py --rows "CP 2, gather, eager"',
     'python scripts/parity.py --rows "MoE*"': "python scripts/parity.py --list",  # rows are tests of their own
     "python scripts/plan.py --config llama_7b.toml --ranks 8 --trace --optimizer.name muon": "python scripts/plan.py"
