@@ -81,7 +81,7 @@ def described(record: dict[str, Any], output: str | Path) -> list[str]:
     if record["empty_documents"]:
         lines.append(f"skipped: {record['empty_documents']:,} empty documents")
     if "duplicates" in record:
-        lines.append(f"dropped: {record['duplicates']:,} documents with the same text as an earlier one")
+        lines.append(f"dropped: {record['duplicates']:,} documents that equal an earlier one")
     for name in (TRAIN, VALIDATION):
         if name in record:
             split = Split(*(record[name][key] for key in _SPLIT))
