@@ -35,7 +35,7 @@ def validated(run, key):
     return {record["step"]: record[key] for record in records(run) if "validation_loss" in record}
 
 
-@pytest.mark.parametrize("case", marked(MESHES, slow=OTHERS[1:2], long=[OTHERS[0], *OTHERS[2:]]))
+@pytest.mark.parametrize("case", marked(MESHES, slow=[FIRST, OTHERS[1]], long=[OTHERS[0], *OTHERS[2:]]))
 def test_the_average_is_the_formula_on_every_mesh_and_after_stops(tmp_path, case):
     ranks, model, mesh = MESHES[case]
     launch(tmp_path, f"{WORDS}{model} --job.output_dir alone")

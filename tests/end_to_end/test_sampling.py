@@ -61,6 +61,7 @@ def there(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.slow
 def test_a_run_samples_after_its_saves(folder):
     assert steps_in(Path("run/after_save/samples")) == [10, 20]
     printed = [path.read_text() for path in sorted(Path("run/after_save/samples").glob("*.log"))]
