@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.layout import MeshSizes, buffer_factor
 from configs.plan import plan_of
@@ -151,7 +152,8 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
             delattr(model.get_submodule(parent), child)
     if asked.on_gpu:
         apply_delta_backend(model, config, _GPU, tries=False)
-    with mesh_of_a_block(asked.part, mesh) as splitting:
+    # What the process has chosen to compute attention by, as the parity table does, is not the job's choice.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)
         tokens = torch.Size((1, config.training.seq_len // asked.part.cp))
         with fake_memory(model, "cpu"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.layout import MeshSizes
 from configs.load import load
@@ -73,6 +74,18 @@ def test_a_tensor_parallel_rank_keeps_half_of_the_stream_in_the_compute_dtype():
     config = load(str(TINY), words, 2).config
     (memory,) = measure_blocks(config, [0], MeshSizes(1, 1, 2), on_gpu=False).values()
     assert memory.kept == config.training.seq_len * config.model.dim * 2 // 2
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_what_computes_attention_in_this_process_changes_nothing(monkeypatch, tmp_path, compiled):
+    config = load("parity.toml", ["--compile.enable", compiled], 1).config
+    found = []
+    for backends in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], SDPBackend.MATH):
+        monkeypatch.setattr(activations, "_answers", {})
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(len(found))))
+        with sdpa_kernel(backends):
+            found.append(measure_blocks(config, [0], MeshSizes(1, 1, 1), on_gpu=False))
+    assert found[0] == found[1]
 
 
 def test_a_kind_of_block_is_measured_once_whatever_the_layers(monkeypatch, tmp_path):
