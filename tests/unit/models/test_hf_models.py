@@ -58,9 +58,12 @@ def test_initial_values_are_drawn_as_the_family_does(tmp_path, family):
         if spread == 0.0:
             assert torch.equal(ours, theirs[name]), name
         else:
+            found = ours.std().item()
+            assert found > 0.0, name
+            largest = max(found, spread)  # of the few sinks of a layer, the family's may be close by chance
             chance = max(0.15, 4 / ours.numel() ** 0.5)
-            assert ours.std().item() == pytest.approx(spread, rel=chance), name
-            assert ours.mean().abs().item() < 5 * spread / ours.numel() ** 0.5, name
+            assert abs(found - spread) <= chance * largest, name
+            assert ours.mean().abs().item() < 5 * largest / ours.numel() ** 0.5, name
 
 
 @pytest.mark.slow
