@@ -34,7 +34,6 @@ class QkClip:
         """
         self._limit = limit
         self._mesh = mesh
-        self._n_heads = n_heads
         self._attention: dict[str, Any] = {}
         self._own_rows: dict[str, Tensor] = {}
         """Which rows of each matrix this rank holds, by the parameter's name."""
