@@ -9,7 +9,7 @@ file.
 import importlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -68,30 +68,29 @@ def import_package(module: str, purpose: str) -> Any:
 
 def _stdlib_files(bad: BadFiles) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = [path for path in _below(root, bad) if path.suffix == ".py"]
-    found = [path for path in found if not NO_STDLIB_TEXT.intersection(path.relative_to(root).parts)]
+    found = [path for path in _below(root, bad, NO_STDLIB_TEXT) if path.suffix == ".py"]
     if not found:
         raise UserError(f"{STDLIB}: no source files in {root}; name a folder of text instead")
     return found
 
 
-def _below(path: Path, bad: BadFiles) -> list[Path]:
-    """The path itself, or a folder's files, ordered by their path in it."""
+def _below(path: Path, bad: BadFiles, left_out: Set[str] = frozenset()) -> list[Path]:
+    """The path itself, or a folder's files without those in folders of the names `left_out`, ordered by path."""
     if not path.is_dir() or is_saved_dataset(path):
         return [path]
     if (path / "dataset_dict.json").is_file():
         return [_only_split(path)]
-    return sorted(_walk(path, bad), key=lambda file: file.relative_to(path).as_posix())
+    return sorted(_walk(path, bad, left_out), key=lambda file: file.relative_to(path).as_posix())
 
 
-def _walk(folder: Path, bad: BadFiles) -> Iterator[Path]:
+def _walk(folder: Path, bad: BadFiles, left_out: Set[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot read this folder ({error.strerror})")
 
     seen = {_identity(folder)}
     for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         kept = []
-        for name in sorted(folders):
+        for name in sorted(set(folders) - left_out):
             path = Path(parent, name)
             if name.startswith(".") or name == "__pycache__":
                 bad.skip(HIDDEN, str(path))
