@@ -75,11 +75,17 @@ class Stored:
     """When it was put, in seconds since the epoch by the server's clock."""
 
 
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""The variables of each kind of storage that most users set; docs/buckets.md has the others."""
 _MISTAKES = {
     "NoSuchBucket|bucket does not exist|ContainerNotFound": "there is no such bucket; create it, or correct the name",
     "ExpiredToken|TokenRefreshRequired|RequestExpired": "the credentials have expired; renew them in the environment",
-    "InvalidAccessKeyId|SignatureDoesNotMatch|AuthFailure|InvalidToken|AuthenticationFailed": (
-        "the credentials are not valid; correct them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+    "InvalidAccessKeyId|SignatureDoesNotMatch|AuthFailure|InvalidToken|AuthenticationFailed|InvalidAuthentication": (
+        "the credentials are not valid; correct them in the environment ({credentials})"
     ),
     "AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|incorrectly configured region": (
         "the bucket is in another region; set AWS_REGION to it"
@@ -89,12 +95,13 @@ _MISTAKES = {
         "permission is denied; these credentials need to list, read, write and delete objects there"
     ),
     "169\\.254\\.169\\.254|metadata\\.google\\.internal|/latest/api/token|Unauthenticated": (
-        "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or your cloud's (docs/buckets.md)"
+        "there are no credentials; set {credentials}, or others that docs/buckets.md names"
     ),
 }
 """What the text of an error shows, and what to do; the same request fails again."""
 _OUTAGES = {
     "SlowDown|503 Service": "the server is too busy (503)",
+    "429 Too Many": "the server is too busy (429)",
     "kind: Timeout": "the server does not answer in time",
     "kind: Connect|error sending request|connection": "the server can't be reached, or closes the connection",
     "5\\d\\d ": "the server fails",
@@ -108,7 +115,7 @@ class Bucket:
         """`url`: as in s3://bucket/run.
 
         Raises:
-            UserError: the client is not installed.
+            UserError: the client is not installed, or can't use what the environment says.
         """
         self.url = url.rstrip("/")
         try:
@@ -202,8 +209,14 @@ class Bucket:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, of which some may not exist."""
         doomed = list(keys)
-        if doomed:
+        if not doomed:
+            return
+        try:
             self._called(doomed[0], lambda: self._client.delete(self._quick, doomed))
+        except FileNotFoundError:  # Google and Azure say that one does not exist, and the client leaves others undone
+            for key in doomed:
+                with suppress(FileNotFoundError):
+                    self._called(key, lambda key=key: self._client.delete(self._quick, key))  # type: ignore[misc]
 
     def require_usable(self) -> None:
         """Put, read, list and delete an object, so that what is wrong shows before anything is built.
@@ -230,7 +243,8 @@ class Bucket:
                 raise FileExistsError(errno.EEXIST, "it exists already", url) from None
             for pattern, reason in _MISTAKES.items():
                 if re.search(pattern, text):
-                    raise BucketError(errno.EACCES, reason + _region(text), self.url) from None
+                    what = reason.format(credentials=_CREDENTIALS[self.url.partition("://")[0]])
+                    raise BucketError(errno.EACCES, what + _region(text), self.url) from None
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from None
             reasons = (reason for pattern, reason in _OUTAGES.items() if re.search(pattern, text))
@@ -238,15 +252,28 @@ class Bucket:
 
 
 def _store(url: str, patience: Patience) -> Any:
-    """The client's store at a place."""
+    """The client's store at a place.
+
+    Raises:
+        UserError: what the environment says of it is incomplete or wrong.
+    """
+    from obstore.exceptions import BaseError
     from obstore.store import from_url
 
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        if not re.fullmatch(r"https?://[^\s/]+\S*|", value := os.environ.get(name, "")):
+            raise UserError(f"{url}: {name} is {value!r}, and must be http://HOST:PORT or https://HOST")
     backoff = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2}
     retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience.seconds), "backoff": backoff}
     client: Any = {"timeout": timedelta(seconds=patience.request_seconds), "connect_timeout": timedelta(seconds=5)}
     if os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true":  # the client asks only when it is given no options
         client["allow_http"] = True
-    return from_url(url, client_options=client, retry_config=retries)
+    try:
+        return from_url(url, client_options=client, retry_config=retries)
+    except (BaseError, OSError, ValueError) as error:
+        variables = _CREDENTIALS[url.partition("://")[0]]
+        reason = _without_secrets(str(error))
+        raise UserError(f"{url}: {reason}; set {variables}, or others that docs/buckets.md names") from None
 
 
 def _stored(meta: Any) -> Stored:

@@ -110,7 +110,8 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
         try:
             kind = device_type(job)
             require_compiler(job, kind)
-            home = home_of(job.config.job)
+            with mistakes_of_the_job():
+                home = home_of(job.config.job)
             set_numerics(job.config.training, kind)
             if kind == "cuda":
                 configure_nccl(nccl_settings(job.config), os.environ)
