@@ -108,9 +108,11 @@ class Opened:
             self.largest = largest(self.stages, config.training.steps).config
             """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
+            read: dict[str, int] = {}
             for stage in self.stages:
                 if stage.first_step > self.stage.first_step:
-                    on_rank_zero(None, partial(_try_data, stage.config))
+                    on_rank_zero(None, partial(_try_data, stage.config, Start(read=dict(read))))
+                read |= {source.name: 0 for source in stage.config.data.sources}
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:
         """Set the run's progress, and open its data, at what a checkpoint says; None: at the start."""
@@ -126,10 +128,16 @@ class Opened:
         self.validation = Validation(self.stage.config, self.mesh)
 
 
-def _try_data(config: Config) -> None:
-    """Open and close the data of a later stage, so that what is too short shows now and not at its border."""
-    for is_validation in (False, True)[: 1 + (config.validation.interval > 0)]:
-        build_loader(config, 0, 1, start_sample=0, validation=is_validation).close()
+def _try_data(config: Config, start: Start) -> None:
+    """Open and close the data of a later stage, so that what is too short shows now and not at its border.
+
+    Args:
+        config: its job.
+        start: names the sources of earlier stages.
+    """
+    build_loader(config, 0, 1, start_sample=0, start=start).close()
+    if config.validation.interval:
+        build_loader(config, 0, 1, start_sample=0, validation=True).close()
 
 
 def _as_opened(stage: RunStage, config: Config) -> RunStage:

@@ -52,19 +52,20 @@ def ordinals(epochs: Epochs, windows: np.ndarray, epoch: int) -> np.ndarray:
     return epoch * epochs.n_windows + unpermute(windows, epochs.n_windows, key)
 
 
-def ordinals_after(lengths: Lengths, epochs: Epochs, start: int, stop: int, end: int) -> Iterator[tuple[int, int]]:
-    """The samples of a source before its `end`-th that read inputs [start, stop) after its length has changed.
+def ordinals_after(lengths: Lengths, epochs: Epochs, inputs: np.ndarray, end: int) -> Iterator[tuple[int, int]]:
+    """The samples of a source before its `end`-th that read some of these inputs after its length has changed.
 
     Yields:
         The epoch and the ordinal of each, in order.
     """
-    inputs = lengths.rest.positions(np.arange(start, stop))
-    windows = np.unique(inputs[inputs >= 0] // lengths.seq_len)
+    positions = lengths.rest.positions(inputs)
+    windows = np.unique(positions[positions >= 0] // lengths.seq_len)
     windows = windows[windows < lengths.n_rest]
     if windows.size:
         found = np.sort(lengths.first + unpermute(windows, lengths.n_rest, lengths.key))
         yield from ((lengths.epoch, ordinal) for ordinal in found[found < end].tolist())
-    windows = np.arange(start // lengths.seq_len, min(epochs.n_windows, (stop - 1) // lengths.seq_len + 1))
+    windows = np.unique(inputs // lengths.seq_len)
+    windows = windows[windows < epochs.n_windows]
     shift = lengths.first + lengths.n_rest - (lengths.epoch + 1) * epochs.n_windows
     for epoch in range(lengths.epoch + 1, -(-(end - shift) // epochs.n_windows)):
         found = np.sort(ordinals(epochs, windows, epoch)) + shift

@@ -225,10 +225,12 @@ class RunData:
 def _ordinals(view: View, name: str, start: int, stop: int, end: int) -> Iterator[tuple[int, int]]:
     """The epoch and the ordinal of a view's samples that have a target in tokens [start, stop), up to the `end`-th."""
     source = view.tokens_of(name)
+    inputs = source.inputs_before(start, stop)
     if source.lengths:
-        yield from ordinals_after(source.lengths, source.epochs, max(0, start - 1), stop - 1, end)
+        yield from ordinals_after(source.lengths, source.epochs, inputs, end)
         return
-    windows = source.windows_of(start, stop)
+    windows = np.unique(inputs // view.seq_len)
+    windows = windows[windows < source.n_windows]
     first = view.start.read.get(name, 0)
     for epoch in range(first // source.n_windows, -(-end // source.n_windows)):
         found = np.sort(ordinals(source.epochs, windows, epoch))

@@ -34,20 +34,26 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
         raise ConfigError("the checkpoint does not record the order of its samples; it is of an older Keel")
     seq_lens = then["training.seq_len"], config.training.seq_len
     start = Start(**data.get("start", {}))
-    # The content is compared where the windows can't be, below.
-    kept = {"start": start} if seq_lens[0] == seq_lens[1] else {"states": data["sources"]}
-    with closing(build_loader(config, 0, 1, next_sample, **kept)) as loader:
-        order = loader.state_dict()["order"]
-    if order == then:
-        return data
     sources = before["data"]["sources"]
     names = [source["name"] for source in sources]
     mixture = Mixture(names, [source["weight"] for source in sources], before["training"]["seed"], start)
-    read = mixture.read_before(next_sample)
-    start = start.following(next_sample, read, seq_lens)
-    _require_same_windows(then, names, order, start, config)
-    with closing(build_loader(config, 0, 1, next_sample, start=start)) as loader:
-        return {**data, "order": loader.state_dict()["order"], "start": start.to_json()}
+    following = start.following(next_sample, mixture.read_before(next_sample), seq_lens)
+    if seq_lens[0] == seq_lens[1]:
+        order = _order_at(config, next_sample, start=start)
+        if order == then:
+            return data
+        _require_same_windows(then, names, order, following, config)
+        order = _order_at(config, next_sample, start=following)
+    else:  # the windows are others in any case, so the content is compared
+        order = _order_at(config, next_sample, start=following, states=data["sources"])
+        _require_same_windows(then, names, order, following, config)
+    return {**data, "order": order, "start": following.to_json()}
+
+
+def _order_at(config: Config, next_sample: int, **position: Any) -> dict[str, Any]:
+    """The order of the samples that a job has, opened at a position."""
+    with closing(build_loader(config, 0, 1, next_sample, **position)) as loader:
+        return loader.state_dict()["order"]
 
 
 def _require_same_windows(

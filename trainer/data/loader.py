@@ -407,9 +407,7 @@ def _build_sources(
     if config.tokenizer.path is not None and any(source.kind != "synthetic" for source in configs):
         tokenizer = load_tokenizer(config.tokenizer.path, config.model.vocab_size)
     sources = {
-        source.name: _build_source(
-            source, config, validation, tokenizer, states.get(source.name), start.lengths.get(source.name, ())
-        )
+        source.name: _build_source(source, config, validation, tokenizer, states.get(source.name), start)
         for source in configs
     }
     if not config.job.allow_run_change:
@@ -423,9 +421,10 @@ def _build_source(
     validation: bool,
     tokenizer: Tokenizer | None,
     state: dict[str, Any] | None,
-    earlier: Sequence[Sequence[int]],
+    start: Start,
 ) -> SampleSource:
     seq_len = config.training.seq_len
+    earlier = start.lengths.get(source.name, ())
     vocab_size = config.model.vocab_size
     seed = _seed(config, validation)
     if is_import_path(source.kind):
@@ -435,7 +434,13 @@ def _build_source(
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer
     if source.kind == "tokens":
         folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None, data=config.data)
-        kind = TokenSource if packed_for(folder.place) is None else PackedSource
+        packed = packed_for(folder.place)
+        if packed not in (None, seq_len) and source.name not in start.read:
+            raise UserError(
+                f"{source.path}: packed for training.seq_len = {packed}, but the job has {seq_len}; its documents fit "
+                f"windows of that length only: set training.seq_len = {packed}, or prepare the text again"
+            )
+        kind = TokenSource if packed is None else PackedSource
         return kind(source.name, folder, seq_len, seed, validation, earlier)
     assert tokenizer is not None
     return TextSource(source.path, source.text_key, tokenizer, seq_len, not validation, state, earlier)

@@ -21,9 +21,8 @@ from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json
 from trainer.data.place import Place
-from trainer.data.sources import PADDING, TokenSource, masked_targets
+from trainer.data.sources import TokenSource
 from trainer.data.text.token_writer import TokenFileWriter
-from trainer.data.token_file import TokenFolder
 
 NAME = "packed.json"
 """Marks a folder of packed token files, and says for which seq_len."""
@@ -138,68 +137,56 @@ def packed_for(place: Place) -> int | None:
 
 
 class PackedSource(TokenSource):
-    """The windows of a packed folder; the address of a window is its number.
+    """The windows of a packed folder.
 
     A window that is not full ends with PADDING, which is no token: its inputs do not matter, and it counts in no loss.
+    The inputs of the folder are numbered with that padding. So a stage of another length, which goes on with a source
+    that is partly read, has windows that lie side by side in its sequences, or parts of one.
     """
 
-    @property
-    def layout(self) -> str:
-        """The number of windows, which an epoch permutes."""
-        return f"{self.n_windows} packed windows"
+    layout_name = "packed windows"
 
-    def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The number of each window; implements `SampleSource`."""
-        return super().addresses(ordinals) // self._seq_len
+    def inputs_before(self, start: int, stop: int) -> np.ndarray:
+        """The inputs whose targets are tokens [start, stop): no target is the first token of a window."""
+        tokens = np.arange(start, stop)
+        windows = np.searchsorted(self._starts, tokens, side="right") - 1
+        offsets = tokens - self._starts[windows]
+        return (windows * self._packed + offsets - 1)[offsets > 0]
 
-    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray | None:
-        """Fetch window number `address`; padding is marked as the start of a document."""
-        start = int(self._starts[address])
-        length = int(self._lengths[address])
-        found, gives_none = self.folder.read_with_mask(start, length)
-        tokens[:length] = found
-        tokens[length:] = PADDING
-        if starts is not None:
-            starts[self.folder.document_starts(start, length)] = True
-            starts[length : length + 1] = True
-        return masked_targets(tokens, gives_none, starts)
+    def pieces(self, address: int) -> list[tuple[int, int]]:
+        """The inputs of a sequence, as ranges [start, stop) that are each within a window, in their order."""
+        return [
+            (max(start, window * self._packed), min(stop, (window + 1) * self._packed))
+            for start, stop in super().pieces(address)
+            for window in range(start // self._packed, -(-stop // self._packed))
+        ]
 
-    def expect(self, address: int) -> None:
-        """Have window number `address` brought."""
-        self.folder.expect(int(self._starts[address]), int(self._lengths[address]))
+    def _tokens_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Implements `TokenSource`: the piece is within a window, and its end may be padding."""
+        window, offset = divmod(start, self._packed)
+        length = int(self._lengths[window])
+        first = min(offset, length)
+        return int(self._starts[window]) + first, min(stop - start + 1, length - first)
 
-    def span(self, window: int) -> tuple[int, int]:
-        """The tokens [start, stop) of a window."""
-        start = int(self._starts[window])
-        return start, start + int(self._lengths[window])
-
-    def windows_of(self, start: int, stop: int) -> np.ndarray:
-        """The windows with a target in tokens [start, stop): any but the first of a window."""
-        first = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
-        windows = np.arange(first, np.searchsorted(self._starts, stop - 1, side="left"))
-        return windows[self._lengths[windows] > 1]
-
-    def _count_windows(self, folder: TokenFolder, seq_len: int) -> int:
+    def _count_inputs(self) -> int:
         """Find the windows.
 
         Raises:
-            UserError: the folder is packed for another seq_len, or not packed.
+            UserError: the folder is not packed.
         """
+        folder = self.folder
         packed = packed_for(folder.place)
-        if packed != seq_len:
-            raise UserError(
-                f"{folder.path}: packed for training.seq_len = {packed}, but the job has {seq_len}; its documents fit "
-                f"windows of that length only: set training.seq_len = {packed}, or prepare the text again"
-            )
+        assert packed is not None
         starts = [np.empty(0, dtype=np.int64)]
         lengths = [np.empty(0, dtype=np.int64)]
         for first, documents in folder.documents_by_file():
             try:
-                bounds = window_bounds(documents, seq_len + 1)
+                bounds = window_bounds(documents, packed + 1)
             except ValueError as error:
                 raise UserError(f"{folder.path}: not packed for {packed}: {error}; prepare the text again") from None
             starts.append(first + bounds[:-1])
             lengths.append(np.diff(bounds))
+        self._packed = packed
         self._starts = np.concatenate(starts)
         self._lengths = np.concatenate(lengths)
-        return len(self._starts)
+        return len(self._starts) * packed

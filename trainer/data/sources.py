@@ -52,11 +52,13 @@ class SampleSource(Protocol):
 
 
 class TokenSource:
-    """The windows of a folder of token files; window i is tokens [i * seq_len, (i + 1) * seq_len + 1) of the folder.
+    """The windows of a folder of token files; window i has inputs [i * seq_len, (i + 1) * seq_len).
 
-    Neighbors share one token, which is a target in one and an input in the other: each token but the first is
-    predicted once per epoch. Up to seq_len - 1 tokens after the last whole window are not used.
+    The inputs are the folder's tokens but the last, and the target of each is the next token. So each token but the
+    first is predicted once per epoch, and up to seq_len - 1 inputs after the last whole window are not used.
     """
+
+    layout_name = "windows"
 
     def __init__(
         self,
@@ -78,31 +80,32 @@ class TokenSource:
         Raises:
             UserError: the folder is too short for one window.
         """
-        self.n_windows = self._count_windows(folder, seq_len)
+        reads = [Read(*each) for each in earlier]
+        self.folder = folder
+        self._n_inputs = self._count_inputs()
+        self.n_windows = self._n_inputs // seq_len
         if self.n_windows < 1:
             raise UserError(
                 f"{folder.path}: too short for one window: it has {folder.n_tokens} tokens, and training.seq_len = "
                 f"{seq_len} needs {seq_len} + 1 (the last target); prepare more text, or lower training.seq_len"
             )
-        self.folder = folder
         self._seq_len = seq_len
         self._once = once
         self._epoch = 0
         self.epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
-        reads = [Read(*each) for each in earlier]
-        self.lengths = Lengths(name, folder.n_tokens - 1, seed, seq_len, reads) if reads else None
+        self.lengths = Lengths(name, self._n_inputs, seed, seq_len, reads) if reads else None
         """The order in place of `epochs`, if the source was read with windows of other lengths; otherwise None."""
 
     @property
     def layout(self) -> str:
         """The number of windows, which an epoch permutes."""
         rest = f", {self.lengths.n_rest} of the rest of an epoch" if self.lengths else ""
-        return f"{self.n_windows} windows{rest}"
+        return f"{self.n_windows} {self.layout_name}{rest}"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The first token of each window; implements `SampleSource`.
+        """The first input of each window; implements `SampleSource`.
 
-        Windows of the rest of an epoch, which may have tokens of several places, are numbered from `n_tokens` on.
+        Windows of the rest of an epoch, which may have inputs of several places, are numbered behind all inputs.
         """
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
@@ -114,28 +117,24 @@ class TokenSource:
         if self.lengths is None:
             return self.epochs.window(ordinals) * self._seq_len
         is_rest, windows = self.lengths.locate(ordinals)
-        return np.where(is_rest, self.folder.n_tokens + windows, windows * self._seq_len)
-
-    def span(self, window: int) -> tuple[int, int]:
-        """The tokens [start, stop) of a window."""
-        return window * self._seq_len, (window + 1) * self._seq_len + 1
+        return np.where(is_rest, self._n_inputs + windows, windows * self._seq_len)
 
     def reads(self, ordinal: int) -> tuple[int, list[tuple[int, int]]]:
         """The epoch of the source's `ordinal`-th sample, and the tokens [start, stop) of each piece of its window."""
-        if self.lengths is None:
-            window = int(self.epochs.window(np.array([ordinal]))[0])
-            return ordinal // self.n_windows, [self.span(window)]
         address = int(self.addresses(np.array([ordinal]))[0])
+        found = [self._tokens_of(*piece) for piece in self.pieces(address)]
+        pieces = [(first, first + n) for first, n in found if n]
+        if self.lengths is None:
+            return ordinal // self.n_windows, pieces
         after = ordinal - self.lengths.first - self.lengths.n_rest
-        pieces = [(start, stop + 1) for start, stop in self.pieces(address)]
         return self.lengths.epoch + (1 + after // self.n_windows if after >= 0 else 0), pieces
 
-    def windows_of(self, start: int, stop: int) -> np.ndarray:
-        """The windows with a target in tokens [start, stop): any but the first of a window."""
-        return np.arange(max(0, (start - 1) // self._seq_len), min(self.n_windows, (stop - 2) // self._seq_len + 1))
+    def inputs_before(self, start: int, stop: int) -> np.ndarray:
+        """The inputs whose targets are tokens [start, stop) of the folder; int64."""
+        return np.arange(max(0, start - 1), min(self._n_inputs, stop - 1))
 
-    def _count_windows(self, folder: TokenFolder, seq_len: int) -> int:
-        return (folder.n_tokens - 1) // seq_len
+    def _count_inputs(self) -> int:
+        return self.folder.n_tokens - 1
 
     def _check_at_new_epoch(self, epoch: int) -> None:
         if self._once or epoch > self._epoch:  # a source read once gets its addresses at the start of each pass
@@ -143,43 +142,58 @@ class TokenSource:
             self.check_unchanged()
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray | None:
-        """Fetch the window whose first token is `address`."""
-        if address >= self.folder.n_tokens:
-            return self._read_pieces(address, tokens, starts)
-        found, gives_none = self.folder.read_with_mask(address, len(tokens))
-        tokens[:] = found
+        """Fetch the window whose first input is `address`."""
+        pieces = self.pieces(address)
+        if len(pieces) > 1 or address >= self._n_inputs:
+            return self._read_pieces(pieces, tokens, starts)
+        first, n = self._tokens_of(*pieces[0])
+        found, gives_none = self.folder.read_with_mask(first, n)
+        tokens[:n] = found
+        tokens[n:] = PADDING
         if starts is not None:
-            starts[self.folder.document_starts(address, len(tokens))] = True
+            starts[self.folder.document_starts(first, n)] = True
+            starts[n : n + 1] = True
         return masked_targets(tokens, gives_none, starts)
 
     def expect(self, address: int) -> None:
-        """Have the window whose first token is `address` brought in the background, which will be read soon."""
-        for start, stop in self.pieces(address):
-            self.folder.expect(start, stop + 1 - start)
+        """Have the window whose first input is `address` brought in the background, which will be read soon."""
+        for piece in self.pieces(address):
+            self.folder.expect(*self._tokens_of(*piece))
 
     def pieces(self, address: int) -> list[tuple[int, int]]:
-        """The inputs of a window, as ranges [start, stop) of the folder's tokens, in their order."""
-        if self.lengths is None or address < self.folder.n_tokens:
+        """The inputs of a window, as ranges [start, stop), in their order."""
+        if self.lengths is None or address < self._n_inputs:
             return [(address, address + self._seq_len)]
-        inputs = self.lengths.inputs(address - self.folder.n_tokens)
+        inputs = self.lengths.inputs(address - self._n_inputs)
         ends = [*(np.flatnonzero(np.diff(inputs) != 1) + 1).tolist(), len(inputs)]
         return [(int(inputs[a]), int(inputs[b - 1]) + 1) for a, b in pairwise([0, *ends])]
 
-    def _read_pieces(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
+    def _tokens_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first token and the number of tokens of a piece with inputs [start, stop): these, and the last target."""
+        return start, stop - start + 1
+
+    def _read_pieces(
+        self, pieces: Sequence[tuple[int, int]], tokens: np.ndarray, starts: np.ndarray | None
+    ) -> np.ndarray:
         """Fetch a window of several pieces, each of which begins like a document; see `SampleSource.read`."""
-        targets = np.empty(len(tokens) - 1, dtype=np.int64)
+        targets = np.full(len(tokens) - 1, PADDING, dtype=np.int64)
+        tokens[:] = PADDING
         filled = 0
-        for start, stop in self.pieces(address):
-            n = stop - start
-            found, gives_none = self.folder.read_with_mask(start, n + 1)
-            tokens[filled : filled + n + 1] = found
-            targets[filled : filled + n] = found[1:] if gives_none is None else np.where(gives_none, PADDING, found)[1:]
+        for start, stop in pieces:
+            first, n = self._tokens_of(start, stop)
+            found, gives_none = self.folder.read_with_mask(first, n)
+            tokens[filled] = PADDING  # not the last target of the piece before
+            tokens[filled : filled + n] = found
+            following = found if gives_none is None else np.where(gives_none, PADDING, found)
+            targets[filled : filled + max(0, n - 1)] = following[1:]
             if starts is not None:
-                begins = self.folder.document_starts(start, n + 1)
+                begins = self.folder.document_starts(first, n)
                 starts[filled + begins] = True
                 targets[filled + begins[begins > 0] - 1] = PADDING  # as in any window: documents are separate
                 starts[filled] = True
-            filled += n
+                if n <= stop - start:  # the padding is a document, too
+                    starts[filled + n] = True
+            filled += stop - start
         return targets
 
     def state(self) -> dict[str, Any]:
