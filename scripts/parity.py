@@ -33,10 +33,10 @@ if not __package__:  # run as a file
 
 from configs.errors import ConfigError, KeelError
 from configs.load import find_job_file, load
-from configs.reading.overrides import split_flags
+from configs.reading.overrides import split_flags, words
 from scripts.command import add_job_argument, end, job_of, without_overrides
 from scripts.parity_random import Draw, run_one, run_random
-from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table, words
+from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool

@@ -23,6 +23,7 @@ from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
+from configs.table import with_keys
 from models.delta import CHUNK
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
@@ -170,8 +171,7 @@ def rank_of(config: Config, ranks: int, device: Device, gpus_per_host: int, plac
 
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
     """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
-    whole = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pp": 1})})
-    rank = _Rank(whole, sizes, device, gpus_per_host, 0)
+    rank = _Rank(with_keys(config, mesh={"pp": 1}), sizes, device, gpus_per_host, 0)
     passes = [seconds for layer in rank.memory.layers for seconds in rank.pass_of(layer)]
     return sum(sum(seconds.values()) for seconds in (*passes, rank.head()))
 
