@@ -33,7 +33,7 @@ from configs.schema import (
     further_run_keys,
     is_described,
 )
-from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from configs.stages import layers_of_rank, stages_per_rank
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
 from trainer.planning.devices import Device
@@ -418,9 +418,7 @@ class Search:
     def _layers_of_ranks(self, job: Config) -> list[list[int]]:
         key = (job.mesh.pp, job.pipeline.model_dump_json())
         if key not in self._layers:
-            stages = layers_of_stages(job)
-            ranks = [stages_of_rank(job, rank) for rank in range(job.mesh.pp)]
-            self._layers[key] = [[layer for stage in own for layer in stages[stage]] for own in ranks]
+            self._layers[key] = [layers_of_rank(job, rank) for rank in range(job.mesh.pp)]
         return self._layers[key]
 
     @cached_property
