@@ -237,7 +237,7 @@ def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
 
 @functools.cache
 def _kernels(
-    compiled: bool, options: tuple[tuple[str, Any], ...] = ()
+    compiled: bool, options: tuple[tuple[str, Any], ...]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The work on a chunk between the matrix products, which stay outside: compiled or not, a library does them."""
     if not compiled:

@@ -136,7 +136,10 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     yield from (f"{key}: {value}" for key, value in figures.items() if key != "variants")
 
 
-def loader_speed(seconds: float = 3.0) -> float:
+_LOADER_SECONDS = 3.0
+
+
+def loader_speed() -> float:
     """Measure tokens per second that one process reads from token files: 100 M tokens, windows of 2,048, 8 at once."""
     with tempfile.TemporaryDirectory() as folder:
         random = np.random.default_rng(0)
@@ -151,7 +154,7 @@ def loader_speed(seconds: float = 3.0) -> float:
             pass
         started = time.perf_counter()
         steps = 0
-        while time.perf_counter() - started < seconds:
+        while time.perf_counter() - started < _LOADER_SECONDS:
             next(loader)
             steps += 1
         speed = steps * 64 * 2048 / (time.perf_counter() - started)
