@@ -128,8 +128,7 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
     def __init__(self, folder: Path, directory: Directory) -> None:
         """`folder`: the checkpoint."""
         self._folder = folder
-        self._files = directory.files
-        self._groups = directory.groups
+        self._directory = directory
         self._group_of = {name: number for number, group in enumerate(directory.groups) for name in group.names}
         self._numbers: dict[int, dict[tuple[int, ...], tuple[int, int]]] = {}
         self._read: dict[int, dict[str, tuple[int, int]]] = {}
@@ -137,39 +136,39 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
     def __getitem__(self, part: MetadataIndex) -> _StorageInfo:
         number = self._group_of[part.fqn]
         if number not in self._numbers:
-            group = self._groups[number]
+            group = self._directory.groups[number]
             itemsize = getattr(torch, group.dtype).itemsize
             parts = group.parts
             self._numbers[number] = {tuple(at): (file, prod(sizes) * itemsize) for at, sizes, file in parts}
         file, least = self._numbers[number][tuple(part.offset or ())]
         if file not in self._read:
-            self._read[file] = self._places_in(self._files[file])
-        with readable(self._folder, index_of(self._files[file])):
+            self._read[file] = self._places_in(self._directory.files[file])
+        with readable(self._folder, index_of(self._directory.files[file])):
             if part.fqn not in self._read[file]:
                 raise ValueError(f"it has no part of {part.fqn}")
             start, length = self._read[file][part.fqn]
             if least > length:
-                raise ValueError(f"a part of {part.fqn} is larger than its place in {self._files[file]}")
-        return _StorageInfo(self._files[file], start, length)
+                raise ValueError(f"a part of {part.fqn} is larger than its place in {self._directory.files[file]}")
+        return _StorageInfo(self._directory.files[file], start, length)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for group in self._groups:
+        for group in self._directory.groups:
             for name in group.names:
                 for offsets, _, _ in group.parts:
                     yield MetadataIndex(name, torch.Size(offsets))
 
     def __len__(self) -> int:
-        return sum(len(group.names) * len(group.parts) for group in self._groups)
+        return self._directory.n_parts
 
     def files_of(self, prefixes: tuple[str, ...]) -> set[str]:
         """The files with parts of the tensors whose names start with one of `prefixes`, and their indexes."""
         numbers = {
             file
-            for group in self._groups
+            for group in self._directory.groups
             if any(name.startswith(prefixes) for name in group.names)
             for _, _, file in group.parts
         }
-        files = [self._files[number] for number in numbers]
+        files = [self._directory.files[number] for number in numbers]
         return {*files, *map(index_of, files)}
 
     def _places_in(self, file: str) -> dict[str, tuple[int, int]]:

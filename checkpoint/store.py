@@ -116,7 +116,10 @@ def write(
     places: dict[str, tuple[int, int]] = {}
     failure: Exception | None = None
     try:
-        places = _put_shards(files, folder, shards, plan, rank)
+        with files.put(folder / file_of(rank)) as file:
+            tensors = TensorFile(file)
+            # First byte and number of bytes of each tensor's part in this rank's file.
+            places = {item.index.fqn: tensors.write(shards[item.index.fqn].local) for item in plan.items}
         if not is_whole:
             with files.put(folder / index_of(file_of(rank))) as file:
                 file.write(places_text(places))
@@ -135,15 +138,6 @@ def write(
     found = {name: FileEntry(*entry) for _, _, entries, _ in by_rank for name, entry in entries.items()}
     places_by_rank = [places for *_, places in by_rank]
     return found | _put_index(files, folder, plan, places_by_rank, is_whole, group)
-
-
-def _put_shards(
-    files: "_Files", folder: Path, shards: Mapping[str, Shard], plan: Plan, rank: int
-) -> dict[str, tuple[int, int]]:
-    """Put what this rank writes into its file; returns first byte and number of bytes of each tensor's part in it."""
-    with files.put(folder / file_of(rank)) as file:
-        tensors = TensorFile(file)
-        return {item.index.fqn: tensors.write(shards[item.index.fqn].local) for item in plan.items}
 
 
 def _raise_failures(

@@ -43,7 +43,7 @@ def check_elastic(config: Config, world_size: int | None, check: Check) -> tuple
     """
     if not config.elastic.enable:
         return config, None, check(config, world_size)
-    candidates = [(key, _with(config, mesh)) for key, mesh in _candidates(config)]
+    candidates = [(key, config.model_copy(update={"mesh": mesh})) for key, mesh in _candidates(config)]
     problems = [(_renamed(path, key), why) for key, each in candidates for path, why in check(each, None)]
     if problems or world_size is None:
         return config, None, list(dict.fromkeys(problems))
@@ -59,10 +59,6 @@ def _candidates(config: Config) -> Iterator[tuple[str, Mesh]]:
         yield from ((f"elastic.meshes.{index}", mesh) for index, mesh in enumerate(config.elastic.meshes))
     else:
         yield "mesh", config.mesh
-
-
-def _with(config: Config, mesh: Mesh) -> Config:
-    return config.model_copy(update={"mesh": mesh})
 
 
 def _renamed(path: str, key: str) -> str:
@@ -85,7 +81,7 @@ def _most_ranks(config: Config, world_size: int) -> int:
 
 def _none_fits(config: Config, world_size: int) -> Problem:
     meshes = [mesh for _, mesh in _candidates(config)]
-    fewest = min(smallest_world_size(_with(config, mesh)) for mesh in meshes)
+    fewest = min(smallest_world_size(config.model_copy(update={"mesh": mesh})) for mesh in meshes)
     listed = ", ".join(product_of_axes(mesh) or "dp_shard 1" for mesh in meshes)
     what = "no mesh of elastic.meshes" if config.elastic.meshes else "[mesh] does not, even at its smallest,"
     verb = "fits" if config.elastic.meshes else "fit"

@@ -66,6 +66,11 @@ def mistakes_of_the_job() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
+def quotient(number: int, divisor: int) -> str:
+    """A division that leaves a rest, as messages show it: "7 / 2 = 3.50"."""
+    return f"{number} / {divisor} = {number / divisor:.2f}"
+
+
 def listed(items: Sequence[str], separator: str = "\n  ", most: int = SHOWN) -> str:
     """List the first `most` items for a message, each on its own line by default, and say how many more there are."""
     more = len(items) - most

@@ -9,6 +9,7 @@ a hard link, as after `cp -al`, is first copied.
 """
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 KEPT_BYTES = 16 << 20
 """Bytes that an `AppendedFile` keeps in memory while the disk refuses: about 50,000 lines of metrics."""
@@ -112,6 +113,11 @@ def write_atomically(path: Path, texts: Iterable[str]) -> None:
     """Write a file so that readers, and the next launch after a crash, see either the complete old or new one."""
     with replacing(path) as file:
         file.writelines(text.encode() for text in texts)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON for people and programs, as `write_atomically` does."""
+    write_atomically(path, [json.dumps(value, indent=2) + "\n"])
 
 
 def write_even_if_full(path: Path, text: str, writer: str = "") -> None:

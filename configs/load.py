@@ -112,7 +112,7 @@ def load(
 
 
 def _validated(
-    layers: Layers, mistakes: Sequence[Mistake] = (), of_model: Sequence[Mistake] = ()
+    layers: Layers, mistakes: Sequence[Mistake], of_model: Sequence[Mistake] = ()
 ) -> tuple[Config, list[str]]:
     """The config of merged values, without the keys that do nothing, which are removed, and a warning for each.
 

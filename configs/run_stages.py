@@ -6,6 +6,7 @@ the one before, and whose steps count from the stage's first.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
@@ -146,7 +147,7 @@ def _ramp(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if n_stages > MOST_STAGES:
         raise ValueError(f"a ramp of {n_stages} stages")
     for number in range(n_stages):
-        of_step = _copied(tables)
+        of_step: Any = deepcopy(tables)
         for path, values in ramps.items():
             reduce(getitem, path[:-1], of_step)[path[-1]] = values[number]
         if number:
@@ -162,18 +163,12 @@ def _ramps(tables: dict[str, Any]) -> dict[KeyPath, list[Any]]:
 
 def _without_stages(layers: Layers) -> Layers:
     """A copy whose tables can be changed, without the table of stages."""
-    values = {name: _copied(value) for name, value in layers.values.items() if name != "stages"}
+    values = {name: deepcopy(value) for name, value in layers.values.items() if name != "stages"}
     return replace(layers, values=values, origins={p: w for p, w in layers.origins.items() if p[0] != "stages"})
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
 def _add(layers: Layers, tables: dict[str, Any], job: Layers, index: int) -> None:
-    layers.add(_copied(tables), lambda path: job.where(("stages", index, *path)))
+    layers.add(deepcopy(tables), lambda path: job.where(("stages", index, *path)))
     layers.unset()
 
 

@@ -61,6 +61,12 @@ def layers_of_stages(config: Config) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
+def layers_of_rank(config: Config, rank: int) -> list[int]:
+    """The layer numbers of a pipeline rank, ascending."""
+    by_stage = layers_of_stages(config)
+    return [layer for stage in stages_of_rank(config, rank) for layer in by_stage[stage]]
+
+
 def _even_split(config: Config) -> Sequence[int]:
     """Split the layers so that the slowest stage is as fast as possible, then so that memory is even.
 

@@ -1,6 +1,7 @@
 """The base of every table of a job file, and the types of its keys."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +19,12 @@ class Table(BaseModel):
     """A TOML table: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+T = TypeVar("T", bound=Table)
+
+
+def with_keys(job: T, **tables: Mapping[str, Any]) -> T:
+    """A job with other values of some keys, which are not checked: `with_keys(job, mesh={"pp": 1})`."""
+    changed = {name: getattr(job, name).model_copy(update=keys) for name, keys in tables.items()}
+    return job.model_copy(update=changed)

@@ -85,14 +85,14 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
     return device, [*taken, *(f"delta by {backend}" for backend in known.delta if backend not in delta)]
 
 
-def seconds_of(work: Callable[[], object], at_least: float = _SECONDS) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     """Mean seconds of a piece of work on the GPU, repeated for a while."""
     for _ in range(3):
         work()
     torch.cuda.synchronize()
     times = 0
     started = time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < at_least or not times:
+    while (elapsed := time.perf_counter() - started) < _SECONDS or not times:
         for _ in range(_BATCH):
             work()
         torch.cuda.synchronize()

@@ -73,12 +73,14 @@ def add_computing_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def admit_own_model(options: argparse.Namespace) -> None:
-    """Import the class of a model of the user's own, if the command line names one.
+def check_computing_arguments(options: argparse.Namespace) -> None:
+    """Check the tokenizer's file, and import the class of a model of the user's own, if the command line names them.
 
     Raises:
-        UserError: it can't be imported.
+        UserError: there is no such file, or the class can't be imported.
     """
+    if options.tokenizer is not None and not options.tokenizer.is_file():
+        raise UserError(f"--tokenizer {options.tokenizer}: no such file: {whole(options.tokenizer)}")
     if options.architecture is not None:
         admit(options.architecture, "--model.architecture")
 
@@ -101,6 +103,12 @@ def without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if is_key and not equals and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """A command's options, and the words that set a job's keys; `arguments` None: those of this process."""
+    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    return parser.parse_args(own), overrides
 
 
 def add_job_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -159,12 +167,6 @@ def checkpoint_in(source: Path, console: Console) -> Path:
     if found != source:
         console.line(f"taking {found}, the newest checkpoint of {source}")
     return found
-
-
-def require_file(path: Path | None, flag: str) -> None:
-    """Raise UserError if an option names a file that does not exist."""
-    if path is not None and not path.is_file():
-        raise UserError(f"{flag} {path}: no such file: {whole(path)}")
 
 
 def end(main: Callable[[], int]) -> NoReturn:

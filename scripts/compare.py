@@ -7,7 +7,6 @@ docs/evaluation.md explains what is reported.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ if not __package__:  # run as a file
 
 from checkpoint.find import find_checkpoint, require_run
 from configs.errors import ConfigError, UserError
-from configs.files import write_atomically
+from configs.files import write_json
 from configs.load import find_job_file, load
 from scripts.command import end, number_of, parser_of, place, positive, run_command, without_overrides
 from scripts.comparison.runs import Launch, ranks_words, run_process, run_to_its_end, train
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
         for line in _lines(sides, report):
             console.line(line)
         if options.json:
-            write_atomically(options.json, [json.dumps(report, indent=2) + "\n"])
+            write_json(options.json, report)
 
     return run_command(work, "stopped; the same command continues")
 

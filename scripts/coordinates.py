@@ -10,9 +10,7 @@ Keys of the job (--table.key VALUE) make it small enough. docs/optimizers.md has
 """
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.files import write_atomically
+from configs.files import write_atomically, write_json
 from configs.load import LoadedConfig, find_job_file, load
 from scripts.command import (
     add_job_argument,
     end,
     job_of,
     list_of,
+    parsed,
     parser_of,
     positive,
     run_command,
-    without_overrides,
 )
 from scripts.widths.picture import Line, Panel, picture
 from scripts.widths.widen import widened
@@ -44,8 +42,7 @@ FORMS = {False: "without muP", True: "with muP"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
+    options, overrides = parsed(_parser(), arguments)
 
     def work(console: Console) -> None:
         job = job_of(options)
@@ -64,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_atomically(output, [drawn])
         console.line(f"wrote {output}")
         if options.json:
-            write_atomically(options.json, [json.dumps(found, indent=2) + "\n"])
+            write_json(options.json, found)
 
     return run_command(work, "stopped; nothing is kept")
 

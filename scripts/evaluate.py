@@ -6,7 +6,6 @@ adds them itself.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,17 +16,16 @@ if not __package__:  # run as a file
 from checkpoint.find import find_model
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import UserError
-from configs.files import write_atomically
+from configs.files import write_json
 from configs.load import load
 from scripts.command import (
     add_computing_arguments,
-    admit_own_model,
+    check_computing_arguments,
     end,
     not_negative,
     parser_of,
     place_argument,
     positive,
-    require_file,
     run_command,
 )
 from trainer.report.console import Console
@@ -40,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's and transformers' bars
         model = find_model(options.model, options.step)  # a wrong path costs no import of torch
-        require_file(options.tokenizer, "--tokenizer")
-        admit_own_model(options)
+        check_computing_arguments(options)
         from scripts.evaluation.tasks import Tasks, evaluate, find_tasks
 
         names = options.tasks.split(",")
@@ -58,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = None if step is not None else f"evaluation of {trained.folder}"
         console.line(described(EvaluationMetrics(step or 0, scores, 0.0), name))
         if options.json:
-            write_atomically(options.json, [json.dumps(scores, indent=2) + "\n"])
+            write_json(options.json, scores)
         run = _run_of(model)
         if run is not None and step is not None:
             write_result(run, step, scores)

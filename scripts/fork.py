@@ -10,7 +10,6 @@ other. Nothing is trained yet: `keel train` with the new folder's config.toml do
 import argparse
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ from configs.run_stages import later_diff, stage_of
 from scripts.command import (
     end,
     folder_argument,
+    parsed,
     parser_of,
     place_argument,
     positive,
     run_command,
-    without_overrides,
 )
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, cut_back
@@ -46,8 +45,7 @@ _OF_THE_FORK = ("--checkpoint.load", "latest", "--checkpoint.go_back", "0", "--j
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = _parser()
-    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(own)
+    options, overrides = parsed(parser, arguments)
     if options.at is not None and options.at_tokens is not None:
         parser.error("--at and --at-tokens name two places; leave one out")
     if any(word.partition("=")[0] in ("--job.output_dir", "--job.name") for word in overrides):

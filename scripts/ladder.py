@@ -11,8 +11,6 @@ docs/optimizers.md says what is shrunk by which rule.
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import require_run
-from configs.files import write_atomically
+from configs.files import write_atomically, write_json
 from configs.load import find_job_file, load
 from configs.schema import Config
 from scripts.command import (
@@ -31,10 +29,10 @@ from scripts.command import (
     job_of,
     list_of,
     number_of,
+    parsed,
     parser_of,
     positive,
     run_command,
-    without_overrides,
 )
 from scripts.comparison.runs import Launch, run_process, train
 from scripts.widths.picture import Line, Panel, picture
@@ -64,8 +62,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     Args:
         launch: how a run is started (default: as a process of its own).
     """
-    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
+    options, overrides = parsed(_parser(), arguments)
 
     def work(console: Console) -> None:
         job = job_of(options)
@@ -105,7 +102,7 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
         for line in _lines_of_run(options.run, found["run"]):
             console.line(line)
         _warn_of_differences(options.run, target, console)
-    write_atomically(output / "ladder.json", [json.dumps(found, indent=2) + "\n"])
+    write_json(output / "ladder.json", found)
     write_atomically(output / "ladder.svg", [_drawn(climbed, parts, laws[1.0], target)])
     console.line(f"wrote {output / 'ladder.json'} and {output / 'ladder.svg'}")
 

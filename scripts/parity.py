@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,10 +34,10 @@ if not __package__:  # run as a file
 
 from configs.errors import ConfigError, KeelError
 from configs.load import find_job_file, load
-from configs.reading.overrides import split_flags
+from configs.reading.overrides import split_flags, words
 from scripts.command import add_job_argument, end, job_of, without_overrides
 from scripts.parity_random import Draw, run_one, run_random
-from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table, words
+from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool
@@ -55,23 +56,23 @@ def run_rows(
             yield row, pool.run(row.ranks, compare, config_name, run + row.overrides, references.path(run))[0]
 
 
+@dataclass
 class References:
-    """The references of a job, each computed once."""
+    """The references of a job, each computed once, by one rank of the pool."""
 
-    def __init__(self, pool: "RankPool", config_name: str, folder: Path) -> None:
-        """Write them to `folder`, as the pool's one rank computes them."""
-        self._pool = pool
-        self._config_name = config_name
-        self._folder = folder
-        self._paths: dict[tuple[str, ...], str] = {}
+    pool: "RankPool"
+    config_name: str
+    folder: Path
+    """Where they are written."""
+    _paths: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def path(self, run: tuple[str, ...]) -> str:
         """The file of the reference with these overrides of run keys."""
         from scripts.parity_reference import reference
 
         if run not in self._paths:
-            path = str(self._folder / f"reference-{len(self._paths)}.pt")
-            self._pool.run(1, reference, self._config_name, run, path)
+            path = str(self.folder / f"reference-{len(self._paths)}.pt")
+            self.pool.run(1, reference, self.config_name, run, path)
             self._paths[run] = path
         return self._paths[run]
 

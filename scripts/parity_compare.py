@@ -102,7 +102,7 @@ def bits(config_name: str, overrides: tuple[str, ...], detour: Detour = STRAIGHT
     return _sha(trajectory(config_name, overrides, detour))
 
 
-def trajectory(config_name: str, overrides: tuple[str, ...], detour: Detour = STRAIGHT) -> Trajectory:
+def trajectory(config_name: str, overrides: tuple[str, ...], detour: Detour) -> Trajectory:
     """Train like the trainer, on this rank of the mesh."""
     with attention_that_compiles():
         config = _loaded(config_name, overrides)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import ConfigError
 from configs.load import load
+from configs.reading.overrides import words
 from configs.schema import further_run_keys, is_run_key
-from scripts.parity_rows import BOUNDS, DECIDE_BITS, groups_of, words
+from scripts.parity_rows import BOUNDS, DECIDE_BITS, groups_of
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from configs.reading.overrides import words
 from scripts.parity_options import DOCUMENTS, FAMILIES, LATENT, MOE, OPTIONS
 
 
@@ -557,11 +558,6 @@ def expert_rows() -> Iterator[Row]:
         yield from _both(name, ("owner 4 x EP 2",), run)
         for mesh in owners:
             yield _row(name, mesh, run)
-
-
-def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
-    """Return overrides as command-line words."""
-    return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
 
 
 def owner_table() -> Iterator[Row]:

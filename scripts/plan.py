@@ -34,7 +34,7 @@ from configs.load import LoadedConfig, load
 from configs.run_stages import largest
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from scripts.command import add_job_argument, end, job_of, number_of, positive, run_command, without_overrides
+from scripts.command import add_job_argument, end, job_of, number_of, parsed, positive, run_command
 from scripts.plan_tables import (
     memory_as_json,
     memory_rows,
@@ -363,8 +363,7 @@ def planned(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
-    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
+    options, overrides = parsed(_parser(), arguments)
 
     def work(console: Console) -> None:
         if options.price and not (options.device or options.calibrate):

@@ -136,7 +136,7 @@ PART_WORDS = {
 
 def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row]:
     """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
-    parts = [(PART_WORDS.get(part, part), each) for part, each in sorted(step.parts.items(), key=lambda part: -part[1])]
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
     cost = f"; {count(run.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
     return [
         (

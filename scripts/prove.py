@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -36,7 +35,7 @@ from configs.load import find_job_file, load
 from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
-from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
+from scripts.command import add_job_argument, end, job_of, parsed, parser_of, positive, run_command
 from scripts.proving.families import FamilyProof, FamilyProofs, families_of, families_page, prove_family
 from scripts.proving.run import BOUND, Outcome, Prover, Verdict, call, prove_all
 from scripts.proving.small import SmallJob, small_job
@@ -48,8 +47,7 @@ from trainer.report.units import duration
 def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> int:
     """Prove a job; returns the exit code. `on_ranks` is `Prover`'s."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice would stand between the rows, once a rank
-    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
+    options, overrides = parsed(_parser(), arguments)
     found: list[Outcome] = []
     proofs: list[FamilyProof] = []
 

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -55,14 +55,14 @@ class _Worker:
         return (self.process.exitcode or 0) < 0
 
 
+@dataclass
 class RankPool:
     """A pool of up to `size` worker processes; `close()` ends them."""
 
-    def __init__(self, size: int, timeout_seconds: int = 120, backend: str = "gloo") -> None:
-        self.size = size
-        self.timeout_seconds = timeout_seconds
-        self.backend = backend
-        self._workers: list[_Worker] = []
+    size: int
+    timeout_seconds: int = 120
+    backend: str = "gloo"
+    _workers: list[_Worker] = field(default_factory=list)
 
     def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:
         """Call `function(*arguments)` on `ranks` ranks of a new process group and return what each returned.

@@ -24,7 +24,7 @@ from scripts.page.html import page
 from scripts.page.ranking import ranking
 from scripts.page.recorded import Recorded, read_runs, run_folders
 from trainer.report.console import Console
-from trainer.report.units import size
+from trainer.report.units import aligned, size
 
 _TOLD = 3
 """Runs whose flags are printed; of more, only the ranking is."""
@@ -85,9 +85,8 @@ def _tell(console: Console, runs: Sequence[Recorded]) -> None:
     if len(runs) > 1:
         heads, rows = ranking(runs)
         table = [["run", *heads], *([runs[number].name, *cells] for number, cells in rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for row in table:
-            console.line("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        for line in aligned(table):
+            console.line(line)
 
 
 def _parser() -> argparse.ArgumentParser:

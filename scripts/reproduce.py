@@ -8,7 +8,6 @@ such as --data.sources.0.path. Exit code 0: equal; 1: not equal, or not possible
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ if not __package__:  # run as a file
 from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.files import whole
-from scripts.command import end, not_negative, parser_of, place_argument, positive, run_command, without_overrides
+from scripts.command import end, not_negative, parsed, parser_of, place_argument, positive, run_command
 from scripts.replay import compute_again, said
 from train import end_process
 from trainer.report.console import Console
@@ -28,9 +27,8 @@ from trainer.report.console import Console
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line to its end as this process, which may abort in Python's shutdown after starting ranks."""
-    own, words = without_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    options = parser.parse_args(own)
+    options, words = parsed(parser, arguments)
     if options.write and (words or options.ranks or options.checkpoint):
         parser.error("--write computes nothing, and takes neither --ranks nor --checkpoint nor keys of the job")
     if not options.write and options.source.is_dir():

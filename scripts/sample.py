@@ -23,14 +23,13 @@ from configs.files import whole
 from configs.untrusted import printable
 from scripts.command import (
     add_computing_arguments,
-    admit_own_model,
+    check_computing_arguments,
     end,
     not_negative,
     number_of,
     parser_of,
     place_argument,
     positive,
-    require_file,
     run_command,
 )
 from trainer.report.console import Console
@@ -49,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work(console: Console) -> None:
         find_model(options.model, options.step)  # a wrong path costs no import of torch
-        require_file(options.tokenizer, "--tokenizer")
-        admit_own_model(options)
+        check_computing_arguments(options)
         prompts = _prompts(options)
         from scripts.sampling.load import load_trained
 

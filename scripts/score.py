@@ -19,6 +19,7 @@ from checkpoint.find import find_checkpoint, require_run, tokenizer_of
 from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
 from configs.schema import Config, Mesh
+from configs.table import with_keys
 from scripts.command import end, folder_argument, parser_of, positive, without_overrides
 from scripts.launcher import run_ranks
 from trainer.lifecycle import tell_torchrun
@@ -89,8 +90,7 @@ def with_tokenizer_of(checkpoint: Path, job: LoadedConfig) -> Config:
     tokenizer = tokenizer_of(checkpoint)
     if tokenizer is None or job.origins["tokenizer.path"].startswith("--"):
         return config
-    own = config.tokenizer.model_copy(update={"path": str(tokenizer)})
-    return config.model_copy(update={"tokenizer": own})
+    return with_keys(config, tokenizer={"path": str(tokenizer)})
 
 
 def _parser() -> argparse.ArgumentParser:

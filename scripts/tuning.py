@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,33 +82,32 @@ def write_job(file: Path, name_or_path: str, found: Config) -> None:
     file.write_text(f"base = {value_text(name)}\n\n{keys}", encoding="utf-8")
 
 
+@dataclass(frozen=True)
 class Tuning:
     """The searches that a command line asks for."""
 
-    def __init__(self, job: LoadedConfig, device: Device, gpus_per_host: int, device_bytes: float) -> None:
-        self._job = job
-        self._config = job.config
-        self._device = device
-        self._gpus_per_host = gpus_per_host
-        self._device_bytes = device_bytes
+    job: LoadedConfig
+    device: Device
+    gpus_per_host: int
+    device_bytes: float
 
     def search(self, ranks: int) -> Outcome:
         """The search for one number of ranks; as `Search.run`."""
         return self._search(ranks).run()
 
     def _search(self, ranks: int) -> Search:
-        lengths = run_lengths(self._job)
-        later = [stage.config for stage, steps in zip(self._job.stages, lengths, strict=True) if steps][1:]
-        return Search(self._config, ranks, self._device, self._gpus_per_host, self._device_bytes, later=later)
+        lengths = run_lengths(self.job)
+        later = [stage.config for stage, steps in zip(self.job.stages, lengths, strict=True) if steps][1:]
+        return Search(self.job.config, ranks, self.device, self.gpus_per_host, self.device_bytes, later=later)
 
     def step(self, found: Found, ranks: int) -> StepTime:
         """The whole estimate of a found job's step; of its first stage."""
-        return estimate_step(found.config, ranks, self._device, self._gpus_per_host)
+        return estimate_step(found.config, ranks, self.device, self.gpus_per_host)
 
     def _run(self, found: Found, ranks: int) -> RunTime:
         stages = found.config, *self._search(ranks).later_of(found.config)
-        lengths = filter(None, run_lengths(self._job))
-        steps = [estimate_step(stage, ranks, self._device, self._gpus_per_host) for stage in stages]
+        lengths = filter(None, run_lengths(self.job))
+        steps = [estimate_step(stage, ranks, self.device, self.gpus_per_host) for stage in stages]
         return run_time(zip(lengths, steps, strict=True))
 
     # ------------------------------------------------------------------------- one number of ranks
@@ -121,7 +121,7 @@ class Tuning:
         step = self.step(found, ranks)
         run = self._run(found, ranks)
         return {
-            "changes": flat(changed(self._config, found.config)),
+            "changes": flat(changed(self.job.config, found.config)),
             "step_seconds": step.seconds,
             "tokens_per_second_per_gpu": step.tokens_per_second,
             "mfu": step.mfu,
@@ -139,9 +139,9 @@ class Tuning:
             ("slower by a bound", f"{outcome.pruned:,}"),
             ("estimated", f"{outcome.estimated:,}"),
         ]
-        if self._job.later_stages:
+        if self.job.later_stages:
             rows.append(("stages", "times are of the first; all of them are possible and fit"))
-        console.table(f"{self._config.job.name} on {ranks} ranks of {self._device.title} (estimate)", rows)
+        console.table(f"{self.job.config.job.name} on {ranks} ranks of {self.device.title} (estimate)", rows)
         for place, found in enumerate(outcome.best):
             step = self.step(found, ranks)
             after = outcome.best[place + 1 : place + 2]
@@ -151,7 +151,7 @@ class Tuning:
                 [
                     ("a step", f"{step.seconds:.4g} s, {count(step.tokens_per_second)} tokens/s a GPU"),
                     ("MFU, memory", f"{percent(step.mfu)}, {size(found.memory)}"),
-                    ("changes", words_of(self._config, found.config)),
+                    ("changes", words_of(self.job.config, found.config)),
                     *reason,
                 ],
             )
@@ -194,7 +194,7 @@ class Tuning:
                     f"{each['mesh']}",
                 )
             )
-        console.table(f"{self._config.job.name} on {self._device.title}, the best of each (estimate)", rows)
+        console.table(f"{self.job.config.job.name} on {self.device.title}, the best of each (estimate)", rows)
 
 
 def _mesh(found: Found, ranks: int) -> str:

@@ -13,7 +13,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
@@ -53,32 +54,29 @@ class _Due:
         return f"{self.command.name} after step {self.step}"
 
 
+@dataclass
 class Commands:
     """The commands of one run; every rank has them, and the first rank does the work."""
 
-    def __init__(
-        self,
-        config: Config,
-        console: Console,
-        stop: StopRequest,
-        watchdog: Watchdog,
-        committed: Callable[[], int | None],
-        record: Callable[[EvaluationMetrics], None],
-    ) -> None:
-        """
-        Args:
-            committed: returns the step of the newest checkpoint.
-            record: called on the first rank with each new result of `keel evaluate`, by whomever it was run.
-        """
-        self._commands = config.checkpoint.after_save
-        self._run = config.job.folder.absolute()
-        self._console = console
-        self._stop = stop
-        self._watchdog = watchdog
-        self._committed = committed
-        self._record = record
-        self._due: deque[_Due] = deque()
-        self._running: tuple[_Due, subprocess.Popen[bytes]] | None = None
+    config: Config
+    console: Console
+    stop: StopRequest
+    watchdog: Watchdog
+    committed: Callable[[], int | None]
+    """Returns the step of the newest checkpoint."""
+    record: Callable[[EvaluationMetrics], None]
+    """Called on the first rank with each new result of `keel evaluate`, by whomever it was run."""
+    _due: deque[_Due] = field(default_factory=deque)
+    _running: "tuple[_Due, subprocess.Popen[bytes]] | None" = None
+    _seen: int | None = None
+    """The step of the newest checkpoint whose commands are queued."""
+    _recorded: set[tuple[int, float]] | None = None
+    """Step and time of the evaluations that metrics.jsonl has; None: not known yet."""
+
+    @cached_property
+    def _run(self) -> Path:
+        """The run folder."""
+        return self.config.job.folder.absolute()
 
     def open(self) -> None:
         """Begin after the newest checkpoint, or begin again after a rewind to it; all ranks call it.
@@ -86,15 +84,15 @@ class Commands:
         Raises:
             UserError: what belongs to later steps can't be set aside.
         """
-        self._seen: int | None = None
-        self._recorded: set[tuple[int, float]] | None = None
-        step = self._committed()
+        self._seen = None
+        self._recorded = None
+        step = self.committed()
         on_rank_zero(None, lambda: self._prepare(step))
 
     def _prepare(self, step: int | None) -> None:
-        log = self._console.line
+        log = self.console.line
         for folder in [self._run / evaluations.FOLDER, *sorted((self._run / FOLDER).glob("*/"))]:
-            remove_unfinished(folder, log, self._console.warning)
+            remove_unfinished(folder, log, self.console.warning)
             if aside := set_aside(folder, step):
                 log(f"what belongs to steps that this run does not resume from was moved to {aside}")
 
@@ -102,10 +100,10 @@ class Commands:
         """Begin what is due and report what has ended; never waits. Call it before a save removes old checkpoints."""
         if dist.get_rank() > 0:
             return
-        committed = self._committed()
+        committed = self.committed()
         is_new = committed is not None and committed != self._seen
         if is_new and committed is not None:
-            for command in self._commands:
+            for command in self.config.checkpoint.after_save:
                 self._queue(command, committed)
             self._seen = committed
         has_ended = self._running and self._running[1].poll() is not None
@@ -118,7 +116,7 @@ class Commands:
                 self._collect()
         except OSError as error:
             where = error.filename or self._run / FOLDER
-            self._console.warning(f"{where} can't be used ({error.strerror}); training continues without it")
+            self.console.warning(f"{where} can't be used ({error.strerror}); training continues without it")
 
     def finish(self, is_done: bool) -> None:
         """Run what is due, the last checkpoint's as well; after a signal, the next launch does. All ranks call it.
@@ -128,12 +126,12 @@ class Commands:
         """
         if is_done:
             self.poll()
-        if self._commands:
-            self._watchdog.on_first_rank("commands after the save", lambda: self._finish(is_done))
+        if self.config.checkpoint.after_save:
+            self.watchdog.on_first_rank("commands after the save", lambda: self._finish(is_done))
 
     def _finish(self, is_done: bool) -> None:
         while self._running or self._due:
-            if not is_done or self._stop:
+            if not is_done or self.stop:
                 self._abandon()
             self.poll()
             time.sleep(0.05)
@@ -157,7 +155,7 @@ class Commands:
                 try:
                     self._due.append(_Due(command, step, ReadLock(step_folder(self._run / "checkpoints", step))))
                 except UserError as error:
-                    self._console.warning(f"{command.name} after step {step} does not run: {error}")
+                    self.console.warning(f"{command.name} after step {step} does not run: {error}")
 
     def _start(self, due: _Due) -> None:
         try:
@@ -197,20 +195,20 @@ class Commands:
         output = self._output(due)
         if code == 0:
             output.rename(step_folder(output.parent, due.step))
-            self._console.line(f"{due}: done")
+            self.console.line(f"{due}: done")
             return
         shutil.rmtree(output, ignore_errors=True)
         if code < 0:
-            self._console.line(f"{due}: interrupted; the next launch runs it")
+            self.console.line(f"{due}: interrupted; the next launch runs it")
         else:
             log = output.with_suffix(LOG)
             lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-            self._console.warning(f"{due} failed, training continues: {lines[-1]} (see {log})")
+            self.console.warning(f"{due} failed, training continues: {lines[-1]} (see {log})")
 
     def _collect(self) -> None:
         """Record the results of `keel evaluate` that metrics.jsonl lacks."""
         if self._recorded is None:
             self._recorded = evaluations.recorded(self._run)
         for result in evaluations.unrecorded(self._run, self._recorded):
-            self._record(result)
-            self._console.line(evaluations.described(result))
+            self.record(result)
+            self.console.line(evaluations.described(result))

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,11 +80,22 @@ class CrossEntropy:
         Returns:
             A scalar in the softmax's dtype.
         """
-        arguments = hidden.flatten(0, 1), weight, bias, targets.flatten(), group, softcap, self
+        hidden = hidden.flatten(0, 1)
+        given = _Given(targets.flatten(), group, softcap, self)
         with named_range("loss"):
             if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-                return _LossWithGradients.apply(*arguments)
-            return _sweep(*arguments)
+                return _LossWithGradients.apply(hidden, weight, bias, given)
+            return _sweep(hidden, weight, bias, given)
+
+
+class _Given(NamedTuple):
+    """What a loss is computed by, besides the tensors that may have gradients; as for `CrossEntropy`."""
+
+    targets: Tensor
+    """(tokens,)."""
+    group: dist.ProcessGroup | None
+    softcap: float
+    settings: CrossEntropy
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -95,24 +106,15 @@ class _LossWithGradients(torch.autograd.Function):
     """Computes gradients in forward, and scales them in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        group: dist.ProcessGroup | None,
-        softcap: float,
-        settings: CrossEntropy,
-    ) -> Tensor:
-        ctx.repeatable = settings.repeatable
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, given: _Given) -> Tensor:
+        ctx.repeatable = given.settings.repeatable
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         gradients = (
             torch.empty_like(hidden) if by_hidden else None,
             torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if by_weight else None,
             None if bias is None or not by_bias else torch.zeros_like(bias, dtype=_softmax_dtype(weight)),
         )
-        loss = _sweep(hidden, weight, bias, targets, group, softcap, settings, gradients)
+        loss = _sweep(hidden, weight, bias, given, gradients)
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -129,22 +131,16 @@ class _LossWithGradients(torch.autograd.Function):
         else:  # scaled and rounded in one pass
             by_weight = torch.mul(grad_weight, grad_loss, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         by_bias = None if grad_bias is None else scale(grad_bias, grad_loss).to(ctx.weight_dtype)
-        return by_hidden, by_weight, by_bias, None, None, None, None
+        return by_hidden, by_weight, by_bias, None
 
 
 def _sweep(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    group: dist.ProcessGroup | None,
-    softcap: float,
-    settings: CrossEntropy,
-    gradients: Gradients | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, given: _Given, gradients: Gradients | None = None
 ) -> Tensor:
     """Compute the loss and, into `gradients`, the wanted ones."""
+    targets, group, softcap, settings = given
     if settings.own:
-        return _own_sweep(hidden, weight, bias, targets, group, softcap, settings.own, gradients)
+        return _own_sweep(hidden, weight, bias, given, gradients)
     measure, differentiate_ = _kernels(settings.compile, settings.compiler_options)
     dtype = _softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)
@@ -169,16 +165,11 @@ def _sweep(
 
 
 def _own_sweep(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    group: dist.ProcessGroup | None,
-    softcap: float,
-    name: str,
-    gradients: Gradients | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, given: _Given, gradients: Gradients | None
 ) -> Tensor:
     """The same as `_sweep`: each rank of the group computes from the logits of all, and keeps its own gradients."""
+    targets, group, softcap, settings = given
+    function = code_of(settings.own)
     dtype = _softmax_dtype(hidden)
     ranks = dist.get_world_size(group) if group else 1
     first_id = dist.get_rank(group) * len(weight) if group else 0
@@ -192,7 +183,7 @@ def _own_sweep(
         is_valid = targets[part] != IGNORED
         with torch.set_grad_enabled(gradients is not None):
             logits.requires_grad_(gradients is not None)
-            values = own_values(code_of(name), logits, targets[part].clamp(min=0), name)
+            values = own_values(function, logits, targets[part].clamp(min=0), settings.own)
             loss = values.where(is_valid, 0).sum()
         total += loss.detach()
         if gradients:
@@ -246,7 +237,7 @@ def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
 
 @functools.cache
 def _kernels(
-    compiled: bool, options: tuple[tuple[str, Any], ...] = ()
+    compiled: bool, options: tuple[tuple[str, Any], ...]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The work on a chunk between the matrix products, which stay outside: compiled or not, a library does them."""
     if not compiled:

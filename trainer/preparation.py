@@ -19,6 +19,7 @@ from configs.load import LoadedConfig
 from configs.paths import missing_paths
 from configs.places import is_url, standing_for
 from configs.schema import Config, HfModel, Prepare
+from configs.table import with_keys
 from trainer.data.place import place_of
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Keys, documents
@@ -109,7 +110,7 @@ def with_imported_weights(config: Config) -> Config:
     output = imported_to(config)
     if output is None:
         return config
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": str(output)})})
+    return with_keys(config, checkpoint={"init_from": str(output)})
 
 
 _ANOTHER_RUN = (

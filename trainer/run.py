@@ -162,10 +162,8 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
 
 
 def _watch(launch: _Launch, timeout_seconds: int, show_life: Callable[[], None] = lambda: None) -> Watchdog:
-    def end(losses: list[Loss]) -> None:
-        _end_from_thread(losses, launch)
-
     incarnation = launch.home.incarnation if launch.home else None
+    end = partial(_end_from_thread, launch)
     launch.watchdog = Watchdog(launch.folder, timeout_seconds, end, incarnation, show_life)
     return launch.watchdog
 
@@ -249,7 +247,7 @@ def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
     launch.console.error(text)
 
 
-def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
+def _end_from_thread(launch: _Launch, losses: list[Loss]) -> NoReturn:
     """End this process from another thread, because the main thread is blocked in a collective."""
     _say_who_is_lost(losses, launch, saw="")
     os._exit(EXIT_FAILED)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,31 +50,22 @@ def open_checkpoints(
     return CheckpointManager(config.job.folder / "checkpoints", config.checkpoint, run, log, incarnation, storage)
 
 
+@dataclass
 class Saver:
     """Saves one run; every rank has one, and all make the same calls."""
 
-    def __init__(
-        self,
-        folder: Path,
-        checkpoints: CheckpointManager,
-        learner: Learner,
-        progress: Progress,
-        validation: Validation,
-        fingerprints: Fingerprints,
-        console: Console,
-    ) -> None:
-        """`folder`: the run folder."""
-        self._folder = folder
-        self._checkpoints = checkpoints
-        self._learner = learner
-        self._progress = progress
-        self._validation = validation
-        self._fingerprints = fingerprints
-        self._console = console
-        self._data_before_last: dict[str, Any] = {}
-        """This rank's position in the data before the last step."""
-        self.is_due = False
-        """Whether a save is due that has waited, because the last steps were not finite."""
+    folder: Path
+    """The run folder."""
+    checkpoints: CheckpointManager
+    learner: Learner
+    progress: Progress
+    validation: Validation
+    fingerprints: Fingerprints
+    console: Console
+    is_due: bool = False
+    """Whether a save is due that has waited, because the last steps were not finite."""
+    _data_before_last: dict[str, Any] = field(default_factory=dict)
+    """This rank's position in the data before the last step."""
 
     def save(self, loader: DataLoader) -> None:
         """Save the present state, between two steps.
@@ -85,8 +76,8 @@ class Saver:
         Raises:
             KeelError: the data has changed, or as `CheckpointManager.save`.
         """
-        run = self._progress.run
-        self._save(run, loader, loader.state_dict(), self._validation.loss_after(run.step))
+        run = self.progress.run
+        self._save(run, loader, loader.state_dict(), self.validation.loss_after(run.step))
         self.is_due = False
 
     def _save(
@@ -115,9 +106,9 @@ class Saver:
             return own_data
 
         data = merge_state_dicts(on_all_ranks(checked_data, group))
-        self._checkpoints.save(
+        self.checkpoints.save(
             run.step,
-            self._learner.state(),
+            self.learner.state(),
             {"tokens": run.tokens, "run": asdict(run), "data": data},
             data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
             validation_loss=validation_loss,
@@ -136,7 +127,7 @@ class Saver:
         Returns:
             A function for `Grace`, which raises UserError if the ranks hold different results of that step.
         """
-        run = self._progress.run
+        run = self.progress.run
         own_data = loader.state_dict()
         before_last = self._data_before_last
         self._data_before_last = own_data
@@ -145,36 +136,36 @@ class Saver:
             counts = last is not None and not last.read().is_missing_rows  # else it has changed nothing yet
             after = self._with_result(run, last) if last and counts else run
             data = before_last if last and not counts else own_data
-            validation_loss = self._validation.loss_after(after.step)
-            is_new = after.step > self._progress.first_step
+            validation_loss = self.validation.loss_after(after.step)
+            is_new = after.step > self.progress.first_step
             if is_new:
-                self._console.line(
+                self.console.line(
                     f"{reason}: saving the state of step {after.step} while step {after.step + 1} is computed"
                 )
                 self._save(after, loader, data, validation_loss, group)
             else:
-                self._console.line(f"{reason}: there is nothing new to save until the first step of this launch ends")
-            return partial(self._report_rescue, reason, after.step, is_new, self._checkpoints.under_way)
+                self.console.line(f"{reason}: there is nothing new to save until the first step of this launch ends")
+            return partial(self._report_rescue, reason, after.step, is_new, self.checkpoints.under_way)
 
         return rescue
 
     def _report_rescue(self, reason: str, step: int, is_new: bool, under_way: Future[Any] | None) -> None:
         """Report a save in the middle of a step, once it is written."""
-        newest = step if is_new else self._checkpoints.latest_step()
-        path = None if newest is None else str(step_folder(self._folder / "checkpoints", newest))
-        failed = self._checkpoints.latest_step() != step if under_way is None else under_way.exception() is not None
+        newest = step if is_new else self.checkpoints.latest_step()
+        path = None if newest is None else str(step_folder(self.folder / "checkpoints", newest))
+        failed = self.checkpoints.latest_step() != step if under_way is None else under_way.exception() is not None
         if dist.get_rank() > 0 or (is_new and failed):  # the main thread reports why it failed
             return
-        write = partial(write_status, self._folder, "preempted", step, reason, checkpoint=path)
-        self._console.outages.insist(self._folder / "status.json", write)
+        write = partial(write_status, self.folder, "preempted", step, reason, checkpoint=path)
+        self.console.outages.insist(self.folder / "status.json", write)
         if is_new:
-            self._console.line(f"{reason}: step {step} is saved")
+            self.console.line(f"{reason}: step {step} is saved")
 
     def _with_result(self, run: RunState, last: QueuedStep) -> RunState:
         """The state after the last step, whose result is not in `run` yet."""
         result = last.read()
         if result.differs:  # the main threads say which
             raise UserError("the ranks hold different results of the last step")
-        self._fingerprints.record(run, result)
-        self._fingerprints.flush()
-        return self._progress.after(run, result)
+        self.fingerprints.record(run, result)
+        self.fingerprints.flush()
+        return self.progress.after(run, result)

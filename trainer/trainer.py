@@ -39,7 +39,7 @@ from trainer.report.beside_plan import BesidePlan
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, memory_counts, memory_of
 from trainer.report.step_records import StepRecords
-from trainer.report.wall_clock import describe_launch
+from trainer.report.wall_clock import WallClock, describe_launch
 from trainer.saved_state import RunState
 from trainer.saving import Saver
 from trainer.step import build_learner
@@ -103,9 +103,9 @@ class Trainer:
         incarnation = watchdog.incarnation
         mesh = self.learner.mesh
         fingerprints = Fingerprints(job, self.learner.fingerprint, mesh.sizes.axes, mesh.device, self.console.outages)
-        launch = describe_launch(config, mesh, self.run.step, ledger, job.choice, incarnation)
-        beside_plan = BesidePlan(mesh)
-        self.records = StepRecords(config, self.console, ledger, peak, launch, beside_plan, fingerprints, incarnation)
+        wall_clock = WallClock(ledger, describe_launch(config, mesh, self.run.step, ledger, job.choice, incarnation))
+        plan = BesidePlan(mesh)
+        self.records = StepRecords(config, self.console, ledger, peak, wall_clock, plan, fingerprints, incarnation)
         committed = self.checkpoints.latest_step
         record = self.records.write_evaluation
         self.commands = Commands(config, self.console, self.runtime.stop, watchdog, committed, record)
@@ -131,7 +131,8 @@ class Trainer:
     def _train(self) -> State:
         n_steps = self.config.training.steps
         on_gpu = self.runtime.device.type == "cuda"
-        with self.watch.training(), self.console.training(self.run.step, n_steps, self.records.shows_mfu, on_gpu):
+        knows_peak = self.records.peak is not None
+        with self.watch.training(), self.console.training(self.run.step, n_steps, knows_peak, on_gpu):
             self._vote_to_stop()
             while self.step < n_steps and not self.progress.is_stopping:
                 number = self.step + 1

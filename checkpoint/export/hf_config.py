@@ -75,7 +75,7 @@ def hf_class_of(model: Model) -> HfClass:
     return description_of(model).hf_class(model)
 
 
-def as_written(model: Model, own_class: bool = False) -> Model:
+def as_written(model: Model, own_class: bool) -> Model:
     """The model that a folder has in place of this one, and that computes the same.
 
     Where the class gates shared experts, a model without a gate gets one of zeros, whose sigmoid is 1/2, and twice the

@@ -5,7 +5,7 @@ that have it only.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.architectures.parts import HfClass, head_dim
 
@@ -52,6 +52,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "router.n_groups": (None,),
     "router.scaling_factor": (1.0,),
 }
+_SOFTMAX = {"router.scoring": ("softmax",), "router.load_balance": ("auxiliary_loss", "none")}
+"""The router of most classes with experts."""
+_Value = TypeVar("_Value")
 
 
 def _size(config: Mapping[str, Any], name: str, default: int) -> int:
@@ -69,9 +72,9 @@ def _size(config: Mapping[str, Any], name: str, default: int) -> int:
 # --------------------------------------------------------------------------- layers of two kinds
 
 
-def _without(*keys: str) -> dict[str, tuple[Any, ...]]:
-    """`_PLAIN` without keys that may have any value."""
-    return {key: values for key, values in _PLAIN.items() if key not in keys}
+def _without(table: Mapping[str, _Value], *keys: str) -> dict[str, _Value]:
+    """A table without some of its keys; of `_PLAIN`, those that may have any value."""
+    return {key: value for key, value in table.items() if key not in keys}
 
 
 def _every(kinds: list[Any], special: Any, other: Any) -> int:
@@ -101,19 +104,20 @@ def _write_windows(model: Any) -> dict[str, Any]:
 def _read_windows(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
     """The keys from `layer_types`, or from the older `sliding_window_pattern`, whose default is `pattern`."""
     kinds = config.get("layer_types")
-    n = config.get("sliding_window_pattern", pattern) if kinds is None else _named_every(config, "layer_types", kinds)
+    n = config.get("sliding_window_pattern", pattern) if kinds is None else _every_named(kinds)
     window = config.get("sliding_window", 4096)
     return {} if n == 1 or window is None else {"window": window, "window_pattern": n}
 
 
-def _named_every(config: Mapping[str, Any], field: str, kinds: Any) -> int:
+def _every_named(kinds: Any) -> int:
+    """`_every` of layer_types, in which full attention is special."""
     allowed = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
-        raise ValueError(f"{field}: the kinds of layers must be among {', '.join(allowed)}")
+        raise ValueError(f"layer_types: the kinds of layers must be among {', '.join(allowed)}")
     try:
         return _every(kinds, *allowed)
     except ValueError as error:
-        raise ValueError(f"{field} {error}") from None
+        raise ValueError(f"layer_types {error}") from None
 
 
 def _write_query_scale(model: Any) -> dict[str, Any]:
@@ -269,7 +273,7 @@ MIXTRAL = HfClass(
     _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     1e6,
     _FIXED | _WITHOUT_WINDOW | {"router_jitter_noise": 0.0},
-    _without("n_experts")
+    _without(_PLAIN, "n_experts")
     | {
         "n_shared_experts": (0,),
         "n_dense_layers": (0,),
@@ -285,7 +289,7 @@ QWEN2 = HfClass(
     _FIELDS,
     _DEFAULTS | {"num_key_value_heads": 32},
     1e4,
-    {name: value for name, value in _FIXED.items() if name != "attention_bias"} | _UNUSED_WINDOW,
+    _without(_FIXED, "attention_bias") | _UNUSED_WINDOW,
     _PLAIN | {"attention_bias": (True,)},
 )
 QWEN3 = HfClass(
@@ -302,7 +306,7 @@ QWEN3_MOE = HfClass(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     "Qwen3 with experts",
-    {name: key for name, key in _FIELDS.items() if key != "ffn_dim"}
+    _without(_FIELDS, "intermediate_size")
     | {
         "moe_intermediate_size": "ffn_dim",
         "num_experts": "n_experts",
@@ -319,13 +323,12 @@ QWEN3_MOE = HfClass(
     },
     1e4,
     _FIXED | _UNUSED_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    _without("n_experts")
+    _without(_PLAIN, "n_experts")
     | {
         "qk_norm": ("head",),
         "n_shared_experts": (0,),
         "n_dense_layers": (0,),
-        "router.scoring": ("softmax",),
-        "router.load_balance": ("auxiliary_loss", "none"),
+        **_SOFTMAX,
     },
     write=lambda model: {"intermediate_size": model.ffn_dim, "num_local_experts": model.n_experts},
     read=lambda config: {"n_experts": config["num_local_experts"]} if "num_local_experts" in config else {},
@@ -334,7 +337,7 @@ QWEN2_MOE = HfClass(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     "Qwen 1.5 and 2 with experts",
-    {name: key for name, key in _FIELDS.items() if key != "ffn_dim"}
+    _without(_FIELDS, "intermediate_size")
     | {
         "qkv_bias": "attention_bias",
         "num_experts_per_tok": "experts_per_token",
@@ -348,11 +351,8 @@ QWEN2_MOE = HfClass(
         "norm_topk_prob": False,
     },
     1e4,
-    {name: value for name, value in _FIXED.items() if name != "attention_bias"}
-    | _UNUSED_WINDOW
-    | {"decoder_sparse_step": 1},
-    _without("n_experts", "attention_bias", "shared_expert_gate")
-    | {"router.scoring": ("softmax",), "router.load_balance": ("auxiliary_loss", "none")},
+    _without(_FIXED, "attention_bias") | _UNUSED_WINDOW | {"decoder_sparse_step": 1},
+    _without(_PLAIN, "n_experts", "attention_bias", "shared_expert_gate") | _SOFTMAX,
     gates_shared_expert=True,
     write=_write_feed_forwards,
     read=lambda config: _read_feed_forwards(
@@ -365,7 +365,7 @@ DEEPSEEK = HfClass(
     "deepseek",
     "DeepseekForCausalLM",
     "DeepSeekMoE",
-    {name: key for name, key in _FIELDS.items() if name != "head_dim"}
+    _without(_FIELDS, "head_dim")
     | {
         "n_routed_experts": "n_experts",
         "num_experts_per_tok": "experts_per_token",
@@ -375,7 +375,7 @@ DEEPSEEK = HfClass(
     _DEFAULTS,
     1e4,
     _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
-    _without("n_experts")
+    _without(_PLAIN, "n_experts")
     | {
         "head_dim": (None,),
         "rope_scaling": (None,),
@@ -395,7 +395,7 @@ MISTRAL = HfClass(
     _DEFAULTS | {"num_key_value_heads": 8},
     1e4,
     _FIXED,
-    _without("window"),
+    _without(_PLAIN, "window"),
     write=lambda model: {"sliding_window": model.window},
     read=lambda config: {"window": config.get("sliding_window", 4096)},
 )
@@ -417,7 +417,8 @@ OLMO3 = HfClass(
     _DEFAULTS | {"rms_norm_eps": 1e-5},
     5e5,
     _FIXED,
-    _without("window", "window_pattern", "window_rope_theta") | {"qk_norm": ("full",), "norm_position": ("after",)},
+    _without(_PLAIN, "window", "window_pattern", "window_rope_theta")
+    | {"qk_norm": ("full",), "norm_position": ("after",)},
     rope_by_layer=True,
     write=_write_windows,
     read=lambda config: _read_windows(config, 4),
@@ -430,7 +431,7 @@ SMOLLM3 = HfClass(
     _DEFAULTS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
     2e6,
     _FIXED | _UNUSED_WINDOW,
-    _without("no_rope_every"),
+    _without(_PLAIN, "no_rope_every"),
     write=_write_rope_layers,
     read=_read_rope_layers,
 )
@@ -441,14 +442,14 @@ GEMMA3 = HfClass(
     _FIELDS | {"query_pre_attn_scalar": "query_scale"},
     _DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
     1e6,
-    {name: value for name, value in _FIXED.items() if name != "hidden_act"}
+    _without(_FIXED, "hidden_act")
     | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
-    _without("window", "window_pattern", "window_rope_theta", "query_scale")
+    _without(_PLAIN, "window", "window_pattern", "window_rope_theta", "query_scale")
     | {
         "qk_norm": ("head",),
         "norm_position": ("both",),
@@ -465,7 +466,7 @@ DEEPSEEK_V3 = HfClass(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     "DeepSeek-V3",
-    {name: key for name, key in _FIELDS.items() if name not in ("num_key_value_heads", "head_dim")}
+    _without(_FIELDS, "num_key_value_heads", "head_dim")
     | {
         "kv_lora_rank": "latent.key_value_rank",
         "q_lora_rank": "latent.query_rank",
@@ -498,7 +499,7 @@ DEEPSEEK_V3 = HfClass(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
-    _without("n_experts", "attention", "query_scale", "router.n_groups", "router.scaling_factor")
+    _without(_PLAIN, "n_experts", "attention", "query_scale", "router.n_groups", "router.scaling_factor")
     | {
         "attention": ("latent",),
         "router.scoring": ("sigmoid",),
@@ -513,7 +514,7 @@ QWEN3_NEXT = HfClass(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     "Qwen3-Next",
-    {name: key for name, key in _FIELDS.items() if key != "ffn_dim"}
+    _without(_FIELDS, "intermediate_size")
     | {
         "num_experts_per_tok": "experts_per_token",
         "norm_topk_prob": "router.renormalize",
@@ -537,13 +538,12 @@ QWEN3_NEXT = HfClass(
     },
     1e4,
     _FIXED | {"decoder_sparse_step": 1},
-    _without("n_experts", "layers", "rope_fraction", "shared_expert_gate")
+    _without(_PLAIN, "n_experts", "layers", "rope_fraction", "shared_expert_gate")
     | {
         "qk_norm": ("head",),
         "attention_gate": (True,),
         "norm_offset": (True,),
-        "router.scoring": ("softmax",),
-        "router.load_balance": ("auxiliary_loss", "none"),
+        **_SOFTMAX,
     },
     rope_fraction=0.25,
     gates_shared_expert=True,

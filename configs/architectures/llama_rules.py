@@ -6,6 +6,7 @@ from typing import Any
 
 from configs.architectures.llama_keys import Delta, LlamaKeys, expert_dim, n_further, rope_dim
 from configs.architectures.parts import head_dim, n_kv_heads
+from configs.errors import quotient
 from configs.own_code import is_import_path
 
 
@@ -23,8 +24,8 @@ def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     if model.head_dim is None and model.dim % model.n_heads:
         yield (
             "model.dim",
-            f"dim {model.dim} is not divisible by n_heads {model.n_heads} ({model.dim} / {model.n_heads} = "
-            f"{model.dim / model.n_heads:.2f}); change one of them, or set head_dim",
+            f"dim {model.dim} is not divisible by n_heads {model.n_heads} ({quotient(model.dim, model.n_heads)}); "
+            "change one of them, or set head_dim",
         )
     elif rope_dim(model) % 2 and model.rope_fraction < 1:
         yield (
@@ -45,8 +46,8 @@ def _kv_heads(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     if model.n_heads % n_kv_heads(model):
         yield (
             "model.n_kv_heads",
-            f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} ({model.n_heads} / "
-            f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}); change one of them",
+            f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} "
+            f"({quotient(model.n_heads, n_kv_heads(model))}); change one of them",
         )
 
 
@@ -112,8 +113,8 @@ def _groups(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     if model.n_experts % groups or model.n_experts < 2 * groups:
         yield (
             "model.router.n_groups",
-            f"n_experts {model.n_experts} make no {groups} groups of two experts or more ({model.n_experts} / {groups} "
-            f"= {model.n_experts / groups:.2f}); change one of them",
+            f"n_experts {model.n_experts} make no {groups} groups of two experts or more "
+            f"({quotient(model.n_experts, groups)}); change one of them",
         )
     elif chosen > groups:
         yield "model.router.groups_per_token", f"groups_per_token {chosen} is above n_groups {groups}"
@@ -170,8 +171,8 @@ def _delta(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     elif delta.value_heads % delta.key_heads:
         yield (
             "model.delta.value_heads",
-            f"value_heads {delta.value_heads} is not divisible by key_heads {delta.key_heads} ({delta.value_heads} / "
-            f"{delta.key_heads} = {delta.value_heads / delta.key_heads:.2f}); change one of them",
+            f"value_heads {delta.value_heads} is not divisible by key_heads {delta.key_heads} "
+            f"({quotient(delta.value_heads, delta.key_heads)}); change one of them",
         )
 
 
@@ -184,9 +185,9 @@ def _delta_and_context(config: Any) -> Iterator[tuple[str, str]]:
         ranks = f"cp {cp} x tp {tp} = {cp * tp}" if tp > 1 else f"cp {cp}"
         yield (
             "mesh.cp",
-            f"{ranks} does not divide model.delta.key_heads {heads} ({heads} / {cp * tp} = {heads / (cp * tp):.2f}), "
-            "whatever the context.method, since layers of kind delta exchange whole sequences for some of the heads; "
-            "change one of them",
+            f"{ranks} does not divide model.delta.key_heads {heads} ({quotient(heads, cp * tp)}), whatever the "
+            "context.method, since layers of kind delta exchange whole sequences for some of the heads; change one of "
+            "them",
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from configs.architectures.llama_keys import n_further
 from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
-from configs.errors import ConfigError
+from configs.errors import ConfigError, quotient
 from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes
 from configs.schema import Config, OwnModel, is_described
 from configs.stages import check_micro_batches, layers_of_stages
@@ -45,8 +45,7 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
     tp = config.mesh.tp
     for key, size in tensor_parallel_sizes(config).items():
         if size % tp:
-            share = f"{size} / {tp} = {size / tp:.2f}"
-            yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({share}); change one of them"
+            yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({quotient(size, tp)}); change one of them"
 
 
 def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -64,8 +63,8 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     if n_experts and n_experts % ep:
         yield (
             "mesh.ep",
-            f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f}), but "
-            "each rank must hold the same number of experts; change one of them",
+            f"ep {ep} does not divide model.n_experts {n_experts} ({quotient(n_experts, ep)}), but each rank must hold "
+            "the same number of experts; change one of them",
         )
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(config))
@@ -78,9 +77,8 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     if ranks % ep:
         yield (
             "mesh.ep",
-            f"ep {ep} does not divide {axis} {sizes.axes[axis]} x cp {sizes.cp} = {ranks} ({ranks} / {ep} = "
-            f"{ranks / ep:.2f}), the ranks that it distributes experts over; set ep to a divisor of {ranks}, or "
-            f"change {axis}",
+            f"ep {ep} does not divide {axis} {sizes.axes[axis]} x cp {sizes.cp} = {ranks} ({quotient(ranks, ep)}), the "
+            f"ranks that it distributes experts over; set ep to a divisor of {ranks}, or change {axis}",
         )
 
 
@@ -97,16 +95,15 @@ def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
     if seq_len % parts and seq_len % tp == 0:
         yield (
             "mesh.cp",
-            f"{_times(chunks, cp, tp)} does not divide training.seq_len {seq_len} ({seq_len} / {parts} = "
-            f"{seq_len / parts:.2f}), but a rank takes {'two chunks' if chunks == 2 else 'one chunk'} of every "
-            "sequence; change one of them",
+            f"{_times(chunks, cp, tp)} does not divide training.seq_len {seq_len} ({quotient(seq_len, parts)}), but a "
+            f"rank takes {'two chunks' if chunks == 2 else 'one chunk'} of every sequence; change one of them",
         )
     for key, heads in {"n_heads": config.model.n_heads, "n_kv_heads": n_kv_heads(config.model)}.items():
         if method == "all_to_all" and heads % (cp * tp) and heads % tp == 0:
             yield (
                 "context.method",
                 f'"all_to_all" splits the heads over the ranks, but {_times(1, cp, tp)} does not divide {key} {heads} '
-                f'({heads} / {cp * tp} = {heads / (cp * tp):.2f}); use "gather" or "ring", or change cp',
+                f'({quotient(heads, cp * tp)}); use "gather" or "ring", or change cp',
             )
 
 

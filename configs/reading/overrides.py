@@ -4,7 +4,7 @@ Values are written as in a job file; a bare word is a string, because the shell 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,11 @@ import tomli
 from configs.errors import ConfigError
 from configs.reading.keys import KeyPath, find, key_path
 from configs.untrusted import require_64_bits
+
+
+def words(keys: Mapping[str, object]) -> tuple[str, ...]:
+    """Keys and their values as words of a command line."""
+    return tuple(word for key, value in keys.items() for word in (f"--{key}", str(value)))
 
 
 @dataclass(frozen=True)

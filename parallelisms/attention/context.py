@@ -97,7 +97,7 @@ def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch
     return torch.cat((chunks[rank], chunks[2 * n_ranks - 1 - rank]))
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, kernel: str = "auto") -> None:
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, kernel: str) -> None:
     """Let a model's attention see whole sequences while the model computes on `shard_batch`'s parts.
 
     Args:

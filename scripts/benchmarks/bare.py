@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from configs.errors import UserError
 from configs.layout import mesh_sizes, tokens_per_step
 from configs.load import LoadedConfig, load
+from configs.reading.overrides import words
 from configs.schema import Config, Data, Source
 from models import build_model
 from parallelisms.init import materialize
@@ -135,23 +136,25 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     yield from (f"{key}: {value}" for key, value in figures.items() if key != "variants")
 
 
-def loader_speed(seconds: float = 3.0) -> float:
+_LOADER_SECONDS = 3.0
+
+
+def loader_speed() -> float:
     """Measure tokens per second that one process reads from token files: 100 M tokens, windows of 2,048, 8 at once."""
     with tempfile.TemporaryDirectory() as folder:
         random = np.random.default_rng(0)
         with TokenFileWriter(Path(folder) / "00000.tokens", vocab_size=32_000, tokenizer_hash="") as writer:
             for _ in range(100):
                 writer.append(random.integers(0, 32_000, size=1_000_000))
-        sizes = {"seq_len": 2048, "global_batch_size": 64, "micro_batch_size": 8}
-        words = [word for key, value in sizes.items() for word in (f"--training.{key}", str(value))]
-        config = load("benchmark_10m.toml", [*words, "--model.vocab_size", "32000"]).config
+        sizes = {"training.seq_len": 2048, "training.global_batch_size": 64, "training.micro_batch_size": 8}
+        config = load("benchmark_10m.toml", words(sizes | {"model.vocab_size": 32_000})).config
         files = Data(sources=[Source(name="files", kind="tokens", path=folder)])
         loader = build_loader(config.model_copy(update={"data": files}), 0, 1, start_sample=0)
         for _ in islice(loader, 3):
             pass
         started = time.perf_counter()
         steps = 0
-        while time.perf_counter() - started < seconds:
+        while time.perf_counter() - started < _LOADER_SECONDS:
             next(loader)
             steps += 1
         speed = steps * 64 * 2048 / (time.perf_counter() - started)

@@ -4,7 +4,6 @@ import json
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from configs.errors import ConfigError
 from configs.files import write_atomically
 from configs.layout import mesh_sizes
 from configs.schema import ActivationCheckpoint, Compile, Config
+from configs.table import with_keys
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import on_rank_zero
@@ -60,13 +60,8 @@ def score(config: Config, checkpoint: Path, device: torch.device, console: Conso
     """
     require_sequences(config)
     # Nothing is kept for a backward pass, and compiling would take longer than the few forward passes.
-    config = config.model_copy(
-        update={
-            "compile": Compile(),
-            "activation_checkpoint": ActivationCheckpoint(),
-            "checkpoint": _load(config, checkpoint),
-        }
-    )
+    config = config.model_copy(update={"compile": Compile(), "activation_checkpoint": ActivationCheckpoint()})
+    config = with_keys(config, checkpoint={"init_from": str(checkpoint), "load": "none"})
     step, seal = on_rank_zero(None, lambda: (read_manifest(checkpoint).step, seal_of(checkpoint)))
     state = on_rank_zero(None, lambda: read_trainer_state(checkpoint))
     digest = on_rank_zero(None, lambda: _digest(config))
@@ -95,10 +90,6 @@ def require_sequences(config: Config) -> None:
     """Raise ConfigError if a job has no validation sequences."""
     if not config.validation.sources:
         raise ConfigError("validation.sources is empty, so there are no sequences to score on; add a source")
-
-
-def _load(config: Config, checkpoint: Path) -> Any:
-    return config.checkpoint.model_copy(update={"init_from": str(checkpoint), "load": "none"})
 
 
 def _load_weights(config: Config, learner: Learner, console: Console) -> None:

@@ -101,22 +101,28 @@ def document(
     allowed = f"style-src {_hash(style)}"
     allowed += f"; script-src {' '.join(map(_hash, scripts))}" if scripts else ""
     data = f'<script type="application/json" id="data">{values}</script>\n' if values else ""
+    body = f"""<main>
+{body}
+<footer>Made by Keel {escape(version)} on {escape(made)}.{credit}</footer>
+</main>
+{data}{"".join(f"<script>{script}</script>" for script in scripts)}"""
+    return whole_file(escaped(title), f"{allowed}; base-uri 'none'; form-action 'none'", style, body)
+
+
+def whole_file(title: str, policy: str, style: str, body: str) -> str:
+    """A file of HTML that loads nothing but what its content security policy allows; `title` and `body` are HTML."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'">
-<title>{_text(title)}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {policy}">
+<title>{title}</title>
 <style>{style}</style>
 </head>
 <body>
-<main>
 {body}
-<footer>Made by Keel {escape(version)} on {escape(made)}.{credit}</footer>
-</main>
-{data}{"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
 </html>
 """
@@ -131,7 +137,7 @@ def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def _text(value: Any) -> str:
+def escaped(value: Any) -> str:
     return escape(printable(plain(value)))
 
 
@@ -150,7 +156,7 @@ def _color_of_run(number: int) -> str:
 
 
 def _run_name(run: Recorded, number: int) -> str:
-    return f"{_dot(number)}{_text(run.name)}"
+    return f"{_dot(number)}{escaped(run.name)}"
 
 
 def _each(part: Callable[[Recorded], str], runs: Sequence[Recorded], is_folded: bool = False) -> str:
@@ -169,24 +175,24 @@ def _each(part: Callable[[Recorded], str], runs: Sequence[Recorded], is_folded: 
 
 
 def _header(runs: Sequence[Recorded]) -> str:
-    title = _text(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
+    title = escaped(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
     return f"<header><h1>{title}</h1></header>{_ranking(runs) if len(runs) > 1 else ''}"
 
 
 def _ranking(runs: Sequence[Recorded]) -> str:
     heads, rows = ranking(runs)
-    cells = [[_run_name(runs[number], number), *map(_text, row)] for number, row in rows]
+    cells = [[_run_name(runs[number], number), *map(escaped, row)] for number, row in rows]
     return f"<section>{_table(['run', *heads], cells, 'ranking')}</section>"
 
 
 def _card(run: Recorded, number: int) -> str:
-    tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in _figures(run))
-    lines = "".join(f"<li><b>{each.kind}</b> {_text(each)}</li>" for each in flags(run))
+    tiles = "".join(f"<div><b>{escaped(value)}</b><span>{escaped(name)}</span></div>" for name, value in _figures(run))
+    lines = "".join(f"<li><b>{each.kind}</b> {escaped(each)}</li>" for each in flags(run))
     flagged = f'<ul class="flags">{lines}</ul>' if lines else ""
     known = run.state if run.state in _STATES else ""
     return (
         f'<article class="card {_color_of_run(number)}">'
-        f'<h2>{_text(run.name)}<span class="state {known}">{_text(run.state)}</span></h2>'
+        f'<h2>{escaped(run.name)}<span class="state {known}">{escaped(run.state)}</span></h2>'
         f'<div class="tiles">{tiles}</div>{flagged}</article>'
     )
 
@@ -255,7 +261,7 @@ def _differences(runs: Sequence[Recorded]) -> str:
     rows = differences([run.config for _, run in known])
     if not rows:
         return "<p>The configs are the same but for name and folder.</p>"
-    cells = [[f"<code>{_text(key)}</code>", *(f"<code>{_text(v)}</code>" for v in values)] for key, values in rows]
+    cells = [[f"<code>{escaped(key)}</code>", *(f"<code>{escaped(v)}</code>" for v in values)] for key, values in rows]
     return _table(["key", *(_run_name(run, number) for number, run in known)], cells)
 
 
@@ -273,10 +279,10 @@ def _launches(run: Recorded) -> str:
         incarnation = launch.facts.get("incarnation")
         name = f"{place} (incarnation {incarnation})" if is_step(incarnation) else str(place)
         steps = [f"{launch.step:,}", _reached(end.get("step"))]
-        rows.append([name, *map(_text, (_date(launch.started), *steps, *facts, ended))])
+        rows.append([name, *map(escaped, (_date(launch.started), *steps, *facts, ended))])
     head = ["launch", "began", "from step", "to step", "mesh", "device", "last status"]
     changes = [f"step {change.step:,}: {'; '.join(change.changes)}" for change in run.run_changes]
-    changed = f"<p>Run keys changed on the resume from {_text('. From '.join(changes))}</p>" if changes else ""
+    changed = f"<p>Run keys changed on the resume from {escaped('. From '.join(changes))}</p>" if changes else ""
     return _table(head, rows, "launches") + changed
 
 
@@ -293,7 +299,7 @@ def _reached(step: Any) -> str:
 
 def _absurd(runs: Sequence[Recorded]) -> str:
     found = [(number, *each) for number, run in enumerate(runs) for each in run.absurd]
-    rows = [[_run_name(runs[number], number), *map(_text, each)] for number, *each in found[:_ABSURD]]
+    rows = [[_run_name(runs[number], number), *map(escaped, each)] for number, *each in found[:_ABSURD]]
     more = f"<p>and {len(found) - _ABSURD:,} more</p>" if len(found) > _ABSURD else ""
     return _table(["run", "where", "key", "value"], rows) + more if rows else ""
 
@@ -305,7 +311,7 @@ def _environment(runs: Sequence[Recorded]) -> str:
     for name in names:
         values = [column.get(name, "-") for column in columns]
         differs = ' class="differs"' if len(set(values)) > 1 else ""
-        rows.append([_text(name), *(f"<span{differs}>{_text(value)}</span>" for value in values)])
+        rows.append([escaped(name), *(f"<span{differs}>{escaped(value)}</span>" for value in values)])
     return _table(["", *_heads(runs)] if len(runs) > 1 else ["", ""], rows) if rows else ""
 
 
@@ -321,7 +327,7 @@ def _facts(run: Recorded) -> dict[str, str]:
 
 
 def _config(run: Recorded) -> str:
-    lines = "\n".join(f"{_text(key)} = {_text(value_text(value))}" for key, value in run.config.items())
+    lines = "\n".join(f"{escaped(key)} = {escaped(value_text(value))}" for key, value in run.config.items())
     return f"<pre>{lines}</pre>" if lines else ""
 
 
@@ -329,7 +335,7 @@ def _evaluation(runs: Sequence[Recorded]) -> str:
     """The newest result of each task and measure, with its standard error and step."""
     found = [_results(run) for run in runs]
     names = list(dict.fromkeys(name for results in found for name in results))
-    rows = [[_text(name), *(results.get(name, "-") for results in found)] for name in names]
+    rows = [[escaped(name), *(results.get(name, "-") for results in found)] for name in names]
     return _table(["task", *(_heads(runs) if len(runs) > 1 else ["result"])], rows) if rows else ""
 
 
@@ -358,7 +364,7 @@ def _time(run: Recorded) -> str:
     spent = {kind: spent[kind] for kind in (*_KINDS, *(spent.keys() - set(_KINDS))) if spent.get(kind)}
     rest = max(0.0, wall - sum(spent.values()))
     words = {kind.key: kind.value for kind in Kind}
-    shares = [(_text(words.get(kind, kind)), _color(kind), value) for kind, value in spent.items()]
+    shares = [(escaped(words.get(kind, kind)), _color(kind), value) for kind, value in spent.items()]
     shares.append((_NOT_RECORDED, "kind-none", rest))
     parts = []
     left = 0.0
@@ -412,10 +418,10 @@ def _plan(run: Recorded) -> str:
             if is_number(planned) and is_number(measured):
                 form = size if key.endswith("_bytes") else brief
                 difference = percent(measured / planned - 1) if planned else "-"
-                rows.append([_text(title_of(key)), form(planned), form(measured), difference])
+                rows.append([escaped(title_of(key)), form(planned), form(measured), difference])
         for part, seconds in parts.items() if isinstance(parts, dict) else ():
             if is_number(seconds):
-                rows.append([f"<small>{_text(part)}</small>", brief(seconds), "-", "-"])
+                rows.append([f"<small>{escaped(part)}</small>", brief(seconds), "-", "-"])
     return _table(["", *_COMPARED, "difference"], rows) if rows else ""
 
 
@@ -435,4 +441,4 @@ def _commands(run: Recorded) -> str:
 
 def _printed(run: Recorded, name: str, step: int) -> str:
     shown = shortened(run.printed(name, step), _PRINTED_CHARACTERS)
-    return f"<figure><figcaption>{_text(name)}, step {step:,}</figcaption><pre>{_text(shown)}</pre></figure>"
+    return f"<figure><figcaption>{escaped(name)}, step {step:,}</figcaption><pre>{escaped(shown)}</pre></figure>"

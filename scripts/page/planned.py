@@ -1,11 +1,9 @@
 """The page of `keel plan --html`: what each kind of rank holds at its peak, and where a step's time goes, as bars."""
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
-from configs.untrusted import printable
-from scripts.page.html import document, section
+from scripts.page.html import document, escaped, section
 from scripts.plan_tables import PART_WORDS
 from trainer.report.console import Row
 from trainer.report.units import brief, percent, size
@@ -52,7 +50,7 @@ def planned_page(
     memory = {rank: {**parts, _FREE: room - sum(parts.values())} for rank, parts in held.items()}
     longest = max((sum(parts.values()) for parts in steps.values()), default=0.0)
     times = {rank: _in_order(parts, longest) for rank, parts in steps.items()}
-    sections = [f"<header><h1>{_text(title)}</h1></header>"]
+    sections = [f"<header><h1>{escaped(title)}</h1></header>"]
     sections.append(section(f"Memory at the peak{of_memory}", _bars(memory, size)))
     if times:
         sections.append(section(f"One step{of_step}, by kind of work", _bars(times, brief)))
@@ -88,7 +86,7 @@ def _bar(parts: Mapping[str, float], colors: Mapping[str, str], form: Callable[[
     left = 0.0
     for name, value in parts.items():
         width = 100 * value / whole
-        words = _text(PART_WORDS.get(name, name))
+        words = escaped(PART_WORDS.get(name, name))
         box = f'class="{colors[name]}" x="{left:.3f}" width="{width:.3f}" height="1"'
         boxes.append(f"<rect {box}><title>{words}: {form(value)}</title></rect>")
         if width >= 0.05:
@@ -110,7 +108,7 @@ def _timeline(passes: "Sequence[Sequence[Pass]]") -> str:
     for of_rank in passes:
         boxes = "".join(_box(each, until, colors) for each in of_rank if each.start <= shown[-1].start)
         lines.append(f'<svg class="passes" viewBox="0 0 100 1" preserveAspectRatio="none">{boxes}</svg>')
-    legend = "".join(f'<li><i class="dot {color}"></i>{_text(kind)}</li>' for kind, color in colors.items())
+    legend = "".join(f'<li><i class="dot {color}"></i>{escaped(kind)}</li>' for kind, color in colors.items())
     part = f", the first {len(shown):,} of {len(all_passes):,} passes" if len(shown) < len(all_passes) else ""
     words = f"Ranks of the pipeline from the first down, for {brief(until)}{part}. FSDP and the update are not in it."
     return f'<div class="time">{"".join(lines)}<ul class="legend">{legend}</ul><p class="hint">{words}</p></div>'
@@ -121,13 +119,9 @@ def _box(each: "Pass", until: float, colors: Mapping[str, str]) -> str:
     odd = " odd" if micro_batch % 2 else ""
     place = f'x="{100 * each.start / until:.3f}" width="{100 * each.seconds / until:.3f}" height="1"'
     words = f"{kind} of micro-batch {micro_batch}, stage {stage}: {brief(each.seconds)} at {brief(each.start)}"
-    return f'<rect class="{colors[kind]}{odd}" {place}><title>{_text(words)}</title></rect>'
-
-
-def _text(words: str) -> str:
-    return escape(printable(words))
+    return f'<rect class="{colors[kind]}{odd}" {place}><title>{escaped(words)}</title></rect>'
 
 
 def _table(rows: Sequence[Row]) -> str:
-    body = "".join(f"<tr><th>{_text(label)}</th><td>{_text(words)}</td></tr>" for label, words in rows)
+    body = "".join(f"<tr><th>{escaped(label)}</th><td>{escaped(words)}</td></tr>" for label, words in rows)
     return f'<div class="scroll"><table><tbody>{body}</tbody></table></div>'

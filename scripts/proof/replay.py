@@ -11,7 +11,9 @@ from checkpoint.manifest import step_folder, steps_in
 from checkpoint.reproducibility import changed_settings, changes
 from configs.errors import UserError
 from configs.load import LoadedConfig, load
+from configs.reading.overrides import words
 from configs.run_change import run_key_diff
+from configs.table import with_keys
 from scripts.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
 from scripts.proof.recorded import read_stretch
 from trainer.opening import Opened, Runtime, open_loader
@@ -63,7 +65,7 @@ class Plan:
         tokenizer = tokenizer_of(self.checkpoint) if self.checkpoint else kept_tokenizer(self.run)
         if tokenizer:
             values["tokenizer.path"] = str(tokenizer.resolve())
-        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+        return [*words(values)]
 
 
 def plan(run: Path, step: int, folder: Path, begin: int | None = None) -> Plan:
@@ -111,8 +113,7 @@ def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> Non
 
 def reporting_to_nobody(job: LoadedConfig) -> LoadedConfig:
     """The job of a replay: no logger hears of it, and no code is run that the run names."""
-    metrics = job.config.metrics.model_copy(update={"wandb": False, "sink": None})
-    return replace(job, config=job.config.model_copy(update={"metrics": metrics}))
+    return replace(job, config=with_keys(job.config, metrics={"wandb": False, "sink": None}))
 
 
 class Replayer(Trainer):

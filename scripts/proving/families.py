@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import ConfigError
 from configs.load import load
 from configs.reading.hf_config import causal_families
+from configs.reading.overrides import words
 from configs.schema import Config
-from scripts.parity_rows import words
 from scripts.proving.run import BOUND, FLOAT32, Outcome, Prover, Verdict, error_in, not_tried
 from scripts.proving.small import small_job
 from scripts.proving.techniques import TECHNIQUES, Technique

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from configs.untrusted import printable
+from scripts.page.html import whole_file
 from scripts.proving.run import BOUND, Outcome, Verdict
 from scripts.proving.small import SmallJob
 from trainer.report.units import duration
@@ -41,24 +42,11 @@ def page(job: str, small: SmallJob, found: Sequence[Outcome], techniques: Sequen
     head = f"<h1>keel prove {_text(job)}</h1><p>Largest relative difference that counts as equal: {BOUND:.0e}. "
     head += f"{len(found)} rows in {duration(seconds)}.</p>"
     notes = "".join(f"<li>{_text(note)}</li>" for note in small.notes)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'">
-<title>keel prove {_text(job)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-{head}<ul>{notes}</ul>
+    body = f"""{head}<ul>{notes}</ul>
 <h2>Techniques and their pairs</h2>{_pairs(found, tried)}
 <h2>Rows</h2>{_rows(found)}
-<h2>The small job</h2><pre>{_text(small.text)}</pre>
-</body>
-</html>
-"""
+<h2>The small job</h2><pre>{_text(small.text)}</pre>"""
+    return whole_file(f"keel prove {_text(job)}", "style-src 'unsafe-inline'; base-uri 'none'", _STYLE, body)
 
 
 def _text(text: str) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from scripts.parity_rows import DOCUMENTS, Row, words
+from configs.reading.overrides import words
+from scripts.parity_rows import DOCUMENTS, Row
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ class Proof:
     seconds: float
 
 
-def rehearse(config: Config, ranks: int, later: Sequence[Config] = ()) -> Proof:
+def rehearse(config: Config, ranks: int, later: Sequence[Config]) -> Proof:
     """Rehearse a job from its start to a stop, as some of its ranks, and match what they issue.
 
     Args:

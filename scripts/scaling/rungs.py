@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
+from configs.reading.overrides import words
 from configs.schema import Config, Model, Training, is_described
-from scripts.widths.widen import width_keys, words_of
+from scripts.widths.widen import width_keys
 from trainer.planning.flops import flops_per_token
 
 VALIDATIONS = 20
@@ -58,7 +59,7 @@ def load_target(job: str, overrides: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: it is not valid, or has what a ladder does not scale.
     """
-    loaded = load(job, (*overrides, *words_of(_ON_ONE_AXIS | _LEFT_OUT)), 1)
+    loaded = load(job, (*overrides, *words(_ON_ONE_AXIS | _LEFT_OUT)), 1)
     if loaded.config.stages:
         raise ConfigError("a ladder has runs of one stage only, and the job has [[stages]]")
     if not loaded.config.validation.interval:
@@ -157,7 +158,7 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
     Raises:
         ConfigError: it is not valid there, or would be too short to be of use.
     """
-    base = (*overrides, *words_of(_ON_ONE_AXIS | _LEFT_OUT | width_keys(model, dim, with_mup=True)))
+    base = (*overrides, *words(_ON_ONE_AXIS | _LEFT_OUT | width_keys(model, dim, with_mup=True)))
     narrow = load(job, base, 1).config
     seq_len = target.training.seq_len
     cost = flops_per_token(narrow.model, seq_len).causal / flops_per_token(target.model, seq_len).causal
@@ -171,9 +172,9 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
         )
     keys = dict(_shortened(target, steps, batch, ranks))
     keys["optimizer.lr"] = repr(target.optimizer.lr * math.sqrt(batch / target.training.global_batch_size))
-    words = (*base, *words_of(keys))
-    loaded = load(job, words, ranks)
-    return Rung(dim, words, loaded, training_flops(loaded.config))
+    whole = (*base, *words(keys))
+    loaded = load(job, whole, ranks)
+    return Rung(dim, whole, loaded, training_flops(loaded.config))
 
 
 def _batch_size(training: Training, times: float, ranks: int) -> int:

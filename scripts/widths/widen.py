@@ -1,11 +1,12 @@
 """A job at another width: everything inside a block grows with `dim`, as muP takes it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
+from configs.reading.overrides import words
 from configs.schema import AnyModel, Model, is_described
 
 _COMPUTED_PLAINLY = ("--compile.enable", "false", "--activation_checkpoint.mode", "none", "--elastic.enable", "false")
@@ -18,8 +19,8 @@ def widened(job: str, overrides: Sequence[str], dim: int, with_mup: bool) -> Loa
     Raises:
         ConfigError: the job is not valid at this width, or its model has no keys for it.
     """
-    words = (*overrides, *_COMPUTED_PLAINLY)
-    return load(job, (*words, *words_of(width_keys(load(job, words, 1).config.model, dim, with_mup))), 1)
+    plainly = (*overrides, *_COMPUTED_PLAINLY)
+    return load(job, (*plainly, *words(width_keys(load(job, plainly, 1).config.model, dim, with_mup))), 1)
 
 
 def width_keys(model: AnyModel, dim: int, with_mup: bool) -> dict[str, object]:
@@ -37,13 +38,6 @@ def width_keys(model: AnyModel, dim: int, with_mup: bool) -> dict[str, object]:
     if with_mup:
         return sizes | {"model.mup_base_dim": model.mup_base_dim or model.dim}
     return sizes | {"model.mup_base_dim": "none", "model.mup_base_head_dim": "none"}
-
-
-def words_of(keys: Mapping[str, object]) -> Iterator[str]:
-    """Keys and values as the command line has them."""
-    for key, value in keys.items():
-        yield f"--{key}"
-        yield str(value)
 
 
 def _sizes(model: Model, dim: int) -> Iterator[tuple[str, int]]:

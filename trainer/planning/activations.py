@@ -156,9 +156,9 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)
         tokens = torch.Size((1, config.training.seq_len // asked.part.cp))
-        with fake_memory(model, "cpu"):
+        with fake_memory(model):
             block = model.get_submodule(name)
-            inputs, others = inputs_of(block, model, tokens, "cpu")
+            inputs, others = inputs_of(block, model, tokens)
             for parameter_name, parameter in model.named_parameters():
                 parameter.requires_grad_(parameter_name not in asked.frozen)
             if config.compile.enable:
@@ -178,10 +178,10 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def fake_memory(model: nn.Module, device: str | torch.device) -> Iterator[None]:
+def fake_memory(model: nn.Module) -> Iterator[None]:
     """Give a model on the meta device fake parameters; it must not be used afterwards."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device=device)
+        model.to_empty(device="cpu")
         yield
 
 
@@ -189,9 +189,7 @@ class _Reached(Exception):
     """Carries a block's inputs out of the model's forward pass, whose rest need not run."""
 
 
-def inputs_of(
-    block: nn.Module, model: nn.Module, tokens: torch.Size, device: str | torch.device
-) -> tuple[tuple, dict[str, Any]]:
+def inputs_of(block: nn.Module, model: nn.Module, tokens: torch.Size) -> tuple[tuple, dict[str, Any]]:
     """What a model gives to one of its blocks, by position and by keyword, for tokens of a shape."""
 
     def stop(_block: nn.Module, inputs: tuple[Tensor, ...], others: dict[str, Any]) -> None:
@@ -200,7 +198,7 @@ def inputs_of(
     handle = block.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad():
-            model(torch.empty(tokens, dtype=torch.int64, device=device))
+            model(torch.empty(tokens, dtype=torch.int64, device="cpu"))
     except _Reached as reached:
         (first, *inputs), others = reached.args
         return (first.detach().requires_grad_(), *inputs), others

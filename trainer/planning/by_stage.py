@@ -62,7 +62,7 @@ def plan_stages(
         device: the kind of GPU; None: no time is estimated.
         gpus_per_host: as for `estimate_step`.
     """
-    memory_of = _once(lambda config: estimates_by_kind(config, mesh_sizes(config, ranks), "cuda"))
+    memory_of = _once(lambda config: estimates_by_kind(config, mesh_sizes(config, ranks)))
 
     def estimated(config: Config) -> StepTime | None:
         return estimate_step(config, ranks, device, gpus_per_host) if device else None

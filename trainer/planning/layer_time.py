@@ -16,8 +16,7 @@ import torch
 from configs.architectures.llama import has_gate
 from configs.architectures.llama_keys import delta_of, expert_dim, is_delta, is_mixture, latent_of
 from configs.architectures.parts import head_dim, n_kv_heads
-from configs.float8 import choose
-from configs.layout import MeshSizes, accumulation_steps, attention_features, buffer_factor, mixed_elements
+from configs.layout import MeshSizes, attention_features, buffer_factor, mixed_elements
 from configs.schema import Config, is_described
 from parallelisms.activation_checkpoint import resolve_ops, selected_layers
 from parallelisms.attention.delta import computes_by_kernels
@@ -101,19 +100,9 @@ class LayerTime:
     @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch on this rank, of which tensor-parallel ranks share the work."""
-        return self.config.training.micro_batch_size * self.config.training.seq_len // self.sizes.cp
-
-    @cached_property
-    def micro_batches(self) -> int:
-        return accumulation_steps(self.config, self.sizes)
+        return self.memory.tokens
 
     # ------------------------------------------------------------------------- work of a layer
-
-    @cached_property
-    def _float8(self) -> set[str]:
-        if self.config.float8.recipe == "none":
-            return set()
-        return set(choose(self.memory.model.shapes, self.memory.model.plan, self.config).converted)
 
     def matrices(self, layer: int) -> Iterator[Matrix]:
         """The products of a layer's forward pass, in order."""
@@ -137,7 +126,7 @@ class LayerTime:
             inputs /= self.sizes.tp
         else:
             outputs /= self.sizes.tp
-        is_float8 = name.removesuffix(".weight") in self._float8
+        is_float8 = name in self.memory.in_float8
         return Matrix(name, rows, inputs, outputs, is_float8, len(shape) > 2, name in self.memory.frozen)
 
     def _product(self, matrix: Matrix, in_float8: bool) -> float:
@@ -365,10 +354,8 @@ class LayerTime:
         return {word for word, op in named.items() if op in ops}
 
     def repeats(self, layer: int) -> bool:
-        table = self.config.activation_checkpoint
-        if table.mode in ("none", "budget"):
-            return False
-        return layer in self._checkpointed
+        """Whether the backward pass computes a part of a layer again; "budget" repeats a share of each."""
+        return self.config.activation_checkpoint.mode not in ("none", "budget") and layer in self._checkpointed
 
     @cached_property
     def _checkpointed(self) -> set[int]:
@@ -397,16 +384,17 @@ class LayerTime:
     # ------------------------------------------------------------------------- a micro-batch
 
     def forward(self, layer: int) -> Seconds:
-        mixer, seconds, _ = self.mixing(layer)
-        found = {"products": self._forward_products(layer), mixer: seconds}
-        found["elementwise"] = self.elementwise(layer)[0] + self._casts(layer)[0]
-        return added(found, self._exposed(layer, "forward", found))
+        return self._pass(layer, "forward", self._forward_products(layer))
 
     def backward(self, layer: int) -> Seconds:
-        mixer, _, seconds = self.mixing(layer)
-        found = {"products": self._backward_products(layer), mixer: seconds}
-        found["elementwise"] = self.elementwise(layer)[1] + self._casts(layer)[1]
-        return added(found, self._exposed(layer, "backward", found))
+        return self._pass(layer, "backward", self._backward_products(layer))
+
+    def _pass(self, layer: int, kind: str, products: float) -> Seconds:
+        mixer, *mixing = self.mixing(layer)
+        place = ("forward", "backward").index(kind)
+        elementwise = self.elementwise(layer)[place] + self._casts(layer)[place]
+        found = {"products": products, mixer: mixing[place], "elementwise": elementwise}
+        return added(found, self._exposed(layer, kind, found))
 
     def head(self) -> Seconds:
         """The head, and a loss that computes the logits' gradients along with them."""

@@ -22,6 +22,7 @@ from configs.layout import MeshSizes, mesh_sizes, reshard_after_forward
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
 from configs.stages import layers_of_stages
+from configs.table import with_keys
 from parallelisms.compute_copies import keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
@@ -110,7 +111,7 @@ def freeing_copies(config: Config, sizes: MeshSizes) -> Config:
     has_copies = keeps_copies(sizes.world_size, config)
     if not has_copies or reshard_after_forward(config.fsdp) != "default":
         return config
-    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"reshard_after_forward": "always"})})
+    return with_keys(config, fsdp={"reshard_after_forward": "always"})
 
 
 def _choice(

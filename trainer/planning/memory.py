@@ -24,7 +24,7 @@ from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
 from configs.layout import MeshSizes, accumulation_steps, reduces_once, reshard_after_forward
 from configs.schema import Config
-from configs.stages import layers_of_stages, n_stages, stages_of_rank, stages_per_rank
+from configs.stages import layers_of_rank, layers_of_stages, n_stages, stages_of_rank, stages_per_rank
 from parallelisms.activation_checkpoint import selected_layers
 from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
@@ -106,9 +106,9 @@ class MemoryEstimate:
         return {name: n_bytes for name, n_bytes in parts.items() if n_bytes}
 
 
-def estimates_by_kind(config: Config, sizes: MeshSizes, device_type: str) -> dict[int, MemoryEstimate]:
-    """Estimate the memory of each distinct kind of rank, by the first rank of the pipeline that is of the kind."""
-    return {rank: RankMemory(config, sizes, device_type, rank).estimate() for rank in distinct_ranks(config)}
+def estimates_by_kind(config: Config, sizes: MeshSizes) -> dict[int, MemoryEstimate]:
+    """Estimate a GPU's memory for each distinct kind of rank, by the first rank of the pipeline that is of the kind."""
+    return {rank: RankMemory(config, sizes, "cuda", rank).estimate() for rank in distinct_ranks(config)}
 
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
@@ -203,8 +203,7 @@ class RankMemory:
     @cached_property
     def layers(self) -> list[int]:
         """Numbers of its blocks."""
-        by_stage = layers_of_stages(self.config)
-        return [layer for stage in self.stages for layer in by_stage[stage]]
+        return layers_of_rank(self.config, self.pipeline_rank)
 
     @cached_property
     def has_head(self) -> bool:
@@ -224,7 +223,7 @@ class RankMemory:
             0 in self.stages,
             self.has_head,
             self.frozen,
-            self.in_8_bits,
+            self.in_float8 if self.config.float8.fsdp_all_gather else frozenset(),
             self.compute_bytes,
         )
 
@@ -254,9 +253,9 @@ class RankMemory:
         return known[key]
 
     @cached_property
-    def in_8_bits(self) -> frozenset[str]:
-        """The parameters that FSDP all-gathers in float8."""
-        if not self.config.float8.fsdp_all_gather:
+    def in_float8(self) -> frozenset[str]:
+        """The whole model's matrices that multiply in float8."""
+        if self.config.float8.recipe == "none":
             return frozenset()
         converted = choose(self.model.shapes, self.model.plan, self.config).converted
         return frozenset(f"{name}.weight" for name in converted)
@@ -309,7 +308,7 @@ class RankMemory:
         """Library buffers; a pipeline stage receives each micro-batch, and each gradient, into a separate tensor."""
         last = n_stages(self.config) - 1
         received = sum((stage > 0) + (stage < last) for stage in self.stages) * self.micro_batches
-        stream = self._tokens * self.config.model.dim // self.sizes.tp * self.compute_bytes
+        stream = self.tokens * self.config.model.dim // self.sizes.tp * self.compute_bytes
         return received * stream + (_WORKSPACE_BYTES if self.device_type == "cuda" else 0)
 
     # ------------------------------------------------------------------------- moments
@@ -455,7 +454,7 @@ class RankMemory:
         return self.config.training.micro_batch_size
 
     @property
-    def _tokens(self) -> int:
+    def tokens(self) -> int:
         """Tokens of a micro-batch on one rank: with context parallelism, a part of every sequence."""
         return self.config.training.micro_batch_size * self.config.training.seq_len // self.sizes.cp
 
@@ -466,7 +465,7 @@ class RankMemory:
     def _waiting(self, n_layers: int) -> int:
         """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
         kept = self._kept_up_to
-        stream = self._tokens * self.config.model.dim * self.compute_bytes // self.sizes.tp
+        stream = self.tokens * self.config.model.dim * self.compute_bytes // self.sizes.tp
         whole = kept[-1] + stream
         n_bytes = kept[n_layers] + stream + (self._in_flight - 1) * whole  # with the first block's input
         if self.has_head and n_layers == len(self.layers):
@@ -500,7 +499,7 @@ class RankMemory:
         if sizes.cp == 1 or config.context.method == "all_to_all":
             return 0
         shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
-        elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * self._tokens // sizes.tp
+        elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * self.tokens // sizes.tp
         return elements * (shares * self.compute_bytes + of_gradients * max(self.compute_bytes, 4))
 
     @property
@@ -525,7 +524,7 @@ class RankMemory:
         if not self.has_head:
             return 0
         model = self.config.model
-        tokens = self._tokens
+        tokens = self.tokens
         compute = self.compute_bytes
         vocabulary = ceil(model.vocab_size / self.sizes.tp)
         softmax = max(compute, 4)

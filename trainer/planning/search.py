@@ -29,11 +29,11 @@ from configs.schema import (
     Fsdp,
     Mesh,
     Pipeline,
-    Training,
     further_run_keys,
     is_described,
 )
-from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from configs.stages import layers_of_rank, stages_per_rank
+from configs.table import Table
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
 from trainer.planning.devices import Device
@@ -258,8 +258,9 @@ class Search:
             for micro_batch in self._micro_batches(dp):
                 training = self.config.training.model_copy(update={"micro_batch_size": micro_batch})
                 others = self._pipelines(mesh.pp), self._recomputations, self._contexts(mesh.cp)
-                for pipeline, recomputation, context in product(*others):
-                    job = self._with(mesh, training, pipeline, recomputation, context)
+                for pipeline, way, context in product(*others):
+                    tables = {"pipeline": pipeline, "activation_checkpoint": way, "context": context}
+                    job = self._with(mesh=mesh, training=training, **tables)
                     if self._is_allowed(job):
                         for comm in self._comms(mesh.tp):  # on which no rule between keys depends
                             each = job.model_copy(update={"comm": comm})
@@ -281,8 +282,8 @@ class Search:
                 mesh = Mesh(**axes, cp=cp, tp=tp, pp=pp, ep=ep)
                 least = min(self._micro_batches(dp), default=0)
                 training = self.config.training.model_copy(update={"micro_batch_size": least})
-                plain = Pipeline(schedule="gpipe"), ActivationCheckpoint()
-                jobs = (self._with(mesh, training, *plain, each) for each in self._contexts(cp))
+                plain = {"pipeline": Pipeline(schedule="gpipe"), "activation_checkpoint": ActivationCheckpoint()}
+                jobs = (self._with(mesh=mesh, training=training, context=each, **plain) for each in self._contexts(cp))
                 if least and any(not check(job, self.ranks) for job in jobs):
                     yield mesh
 
@@ -357,20 +358,13 @@ class Search:
         """Machine keys that the job's run keys make run keys."""
         return further_run_keys(self.config.model_dump())
 
-    def _with(
-        self,
-        mesh: Mesh,
-        training: Training,
-        pipeline: Pipeline,
-        recomputation: ActivationCheckpoint,
-        context: Context,
-    ) -> Config:
+    def _with(self, **tables: Table) -> Config:
+        """The job with other tables, and parameters sharded over as many ranks as they can be."""
         fsdp = self.config.fsdp
         if fsdp.partition == "rows":
             plain = {"zero_stage": 3, "reshard_after_forward": "default", "accumulate": "reduce_every"}
             fsdp = fsdp.model_copy(update=plain)
-        tables = {"mesh": mesh, "training": training, "pipeline": pipeline, "fsdp": fsdp}
-        return self.config.model_copy(update=tables | {"activation_checkpoint": recomputation, "context": context})
+        return self.config.model_copy(update={"fsdp": fsdp} | tables)
 
     # ------------------------------------------------------------------------- bounds
 
@@ -418,9 +412,7 @@ class Search:
     def _layers_of_ranks(self, job: Config) -> list[list[int]]:
         key = (job.mesh.pp, job.pipeline.model_dump_json())
         if key not in self._layers:
-            stages = layers_of_stages(job)
-            ranks = [stages_of_rank(job, rank) for rank in range(job.mesh.pp)]
-            self._layers[key] = [[layer for stage in own for layer in stages[stage]] for own in ranks]
+            self._layers[key] = [layers_of_rank(job, rank) for rank in range(job.mesh.pp)]
         return self._layers[key]
 
     @cached_property

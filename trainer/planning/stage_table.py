@@ -1,7 +1,7 @@
 """The plan of a run with stages as a table: where each begins, what a step has, its learning rates, and its data."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 from configs.errors import UserError
@@ -11,7 +11,7 @@ from configs.places import is_url
 from configs.run_stages import RunStage, steps_of_stages
 from configs.schema import Config, Source
 from trainer.lr_schedule import learning_rate_of
-from trainer.report.units import count
+from trainer.report.units import aligned, count
 
 _HEAD = ("stage", "first step", "after tokens", "tokens", "sequences", "learning rate", "epochs of its sources")
 
@@ -26,7 +26,7 @@ def stage_table(job: LoadedConfig) -> list[str]:
     rows: list[tuple[str, ...]] = [_HEAD]
     for number, (stage, steps) in enumerate(zip(job.stages, lengths, strict=True), 1):
         rows.append((str(number), *_row(stage, steps, sizes, total)))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _row(stage: RunStage, steps: int, sizes: dict[str, int | None], total: Counter[str]) -> tuple[str, ...]:
@@ -70,8 +70,3 @@ def _size(source: Source, config: Config) -> int | None:
     with suppress(UserError):
         return TokenFolder(source.path, config.model.vocab_size, check_content=False).n_tokens
     return None
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

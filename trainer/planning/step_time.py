@@ -14,7 +14,7 @@ overlaps.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
+from configs.table import with_keys
 from models.delta import CHUNK
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
@@ -119,7 +120,7 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     """
     require_modelled(config, device)
     kinds = _by_kind(config, ranks, device, gpus_per_host)
-    slowest = max(kinds, key=lambda rank: sum(rank.step().values()))
+    slowest = _slowest(kinds)
     tokens = tokens_per_step(config)
     return StepTime(
         parts=slowest.step(),
@@ -146,7 +147,10 @@ def slowest_rank(
     config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
 ) -> "_Rank":
     """The pipeline rank that takes the longest, without what only a report needs; `known` is as `_Rank` has it."""
-    kinds = _by_kind(config, ranks, device, gpus_per_host, known)
+    return _slowest(_by_kind(config, ranks, device, gpus_per_host, known))
+
+
+def _slowest(kinds: Sequence["_Rank"]) -> "_Rank":
     return max(kinds, key=lambda rank: sum(rank.step().values()))
 
 
@@ -170,8 +174,7 @@ def rank_of(config: Config, ranks: int, device: Device, gpus_per_host: int, plac
 
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
     """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
-    whole = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pp": 1})})
-    rank = _Rank(whole, sizes, device, gpus_per_host, 0)
+    rank = _Rank(with_keys(config, mesh={"pp": 1}), sizes, device, gpus_per_host, 0)
     passes = [seconds for layer in rank.memory.layers for seconds in rank.pass_of(layer)]
     return sum(sum(seconds.values()) for seconds in (*passes, rank.head()))
 
@@ -283,19 +286,15 @@ class _Rank(LayerTime):
         trained = group.trained * (1 - group.apart / max(group.elements, 1))
         of_experts = group.trained - trained
         summed = group.trained_shard - group.apart_shard
+        same_experts = "expert_replicas" if self.sizes.by_owner else "replicas"
         return {
             "gather": self._of("all_gather", "shard", gathered),
             "gather_experts": self._of("all_gather", "expert_shard", group.apart * memory.compute_bytes),
             "reduce": self._of("reduce_scatter", "shard", trained * memory.reduce_bytes),
             "reduce_experts": self._of("reduce_scatter", "expert_shard", of_experts * memory.reduce_bytes),
             "sum": self._of("all_reduce", "replicas", summed * memory.reduce_bytes),
-            "sum_experts": self._of("all_reduce", self._replicas_of_experts, group.apart_shard * memory.reduce_bytes),
+            "sum_experts": self._of("all_reduce", same_experts, group.apart_shard * memory.reduce_bytes),
         }
-
-    @property
-    def _replicas_of_experts(self) -> str:
-        """The axis of ranks that hold the same experts."""
-        return "expert_replicas" if self.sizes.by_owner else "replicas"
 
     def _of(self, op: str, axis: str, n_bytes: float) -> tuple[str, float, float]:
         ranks, stride = self.axis(axis)
@@ -303,9 +302,8 @@ class _Rank(LayerTime):
             return axis, 0.0, 0.0
         return axis, n_bytes, self.network.seconds(op, n_bytes, ranks, stride)
 
-    def _seconds_of(self, what: str) -> list[float]:
-        """Seconds of each group's "gather" or "reduce", its experts' and its replicas' included."""
-        parts = {"gather": ("gather",), "reduce": ("reduce", "sum")}[what]
+    def _seconds_of(self, *parts: str) -> list[float]:
+        """Seconds of these parts of each group's traffic, its experts' included."""
         return [
             sum(seconds for part, (_, _, seconds) in each.items() if part.startswith(parts)) for each in self._traffic
         ]
@@ -316,7 +314,7 @@ class _Rank(LayerTime):
 
     @cached_property
     def _reduces(self) -> list[float]:
-        return self._seconds_of("reduce")
+        return self._seconds_of("reduce", "sum")
 
     def _gathers_again(self, group: int) -> bool:
         """Whether the backward pass gathers a group that the forward pass has freed."""
@@ -356,8 +354,8 @@ class _Rank(LayerTime):
         """Whether the forward pass of each micro-batch gathers parameters, and its backward pass reduces gradients."""
         once = reduces_once(self.config)
         held = self.config.fsdp.zero_stage == 1 or self.sizes.pp > 1
-        last = self.micro_batches - 1
-        return [(not held or each == 0, not once or each == last) for each in range(self.micro_batches)]
+        last = self.memory.micro_batches - 1
+        return [(not held or each == 0, not once or each == last) for each in range(self.memory.micro_batches)]
 
     # ------------------------------------------------------------------------- the step
 
@@ -370,7 +368,7 @@ class _Rank(LayerTime):
         total: Seconds = defaultdict(float)
         for forward, backward in self.passes:
             for part, seconds in added(forward, backward).items():
-                total[part] += self.micro_batches * seconds
+                total[part] += self.memory.micro_batches * seconds
         for schedule, times in Counter(self._schedule()).items():
             exposed, hidden = self._fsdp(*schedule)
             total["fsdp"] += times * exposed
@@ -379,7 +377,7 @@ class _Rank(LayerTime):
         total["pipeline bubble"] = self._bubble(sum(total.values()))
         total["optimizer"] = self._optimizer()
         device = sum(total.values())
-        host = self.micro_batches * sum(self._launches(layer) for layer in self.memory.layers) * _LAUNCH
+        host = self.memory.micro_batches * sum(self._launches(layer) for layer in self.memory.layers) * _LAUNCH
         total["waiting for the host"] = max(0.0, host - device)
         return {part: seconds for part, seconds in total.items() if seconds > 0}
 
@@ -401,7 +399,7 @@ class _Rank(LayerTime):
         if self.sizes.pp == 1 or self.config.pipeline.schedule == "zero_bubble_v":
             return 0.0
         sends = 2 * (self.sizes.pp - 1) * self.send_seconds
-        return (self.sizes.pp - 1) / stages_per_rank(self.config) * busy / self.micro_batches + sends
+        return (self.sizes.pp - 1) / stages_per_rank(self.config) * busy / self.memory.micro_batches + sends
 
     @property
     def send_seconds(self) -> float:
@@ -432,48 +430,45 @@ class _Rank(LayerTime):
         calls: Counter[tuple[str, str]] = Counter()
         n_bytes: Counter[tuple[str, str]] = Counter()
         seconds: dict[tuple[str, str], float] = defaultdict(float)
-
-        def add(op: str, axis: str, size: float, times: int = 1) -> None:
-            if size and self.axis(axis)[0] > 1:
+        of_axis: dict[str, float] = defaultdict(float)
+        for op, axis, size, times in self._issued():
+            ranks, stride = self.axis(axis)
+            if size and ranks > 1:
                 calls[op, axis] += times
                 n_bytes[op, axis] += round(size) * times
-                seconds[op, axis] += times * self.network.seconds(op, size, *self.axis(axis))
+                seconds[op, axis] += times * self.network.seconds(op, size, ranks, stride)
+        for (_, axis), each_seconds in seconds.items():
+            of_axis[axis] += each_seconds
+        exposed = self._exposed_by_axis()
+        shares = {axis: min(1.0, exposed.get(axis, 0.0) / total) if total else 0.0 for axis, total in of_axis.items()}
+        return [
+            Collective(*kind, calls[kind], size, seconds[kind], shares[kind[1]] * seconds[kind])
+            for kind, size in n_bytes.most_common()
+        ]
 
+    def _issued(self) -> Iterator[tuple[str, str, float, int]]:
+        """The collectives of a step: op, axis, bytes, and how often; they may be of one rank, or of no bytes."""
+        micro_batches = self.memory.micro_batches
         for (gathers, reduces), times in Counter(self._schedule()).items():
             for place, each in enumerate(self._traffic):
                 gathered = gathers + self._gathers_again(place)
                 for part, (axis, size, _) in each.items():
                     if part.startswith("gather"):
-                        add("all_gather", axis, size, times * gathered)
+                        yield "all_gather", axis, size, times * gathered
                     elif reduces:
-                        add("all_reduce" if part.startswith("sum") else "reduce_scatter", axis, size, times)
+                        yield "all_reduce" if part.startswith("sum") else "reduce_scatter", axis, size, times
         for layer in self.memory.layers:
             for kind in ("forward", "backward", "repeated"):
                 for axis, op, size in self.between(layer, kind):
-                    add(op, axis, size, self.micro_batches)
+                    yield op, axis, size, micro_batches
         stream = self.tokens * self.config.model.dim * self.memory.compute_bytes
         ends = (0 in self.memory.stages) + self.memory.has_head
-        add("all_gather", "tp", stream, ends * self.micro_batches)
-        add("reduce_scatter", "tp", stream, ends * self.micro_batches)
         last = self.sizes.pp * stages_per_rank(self.config) - 1
+        boundaries = sum((stage < last) + (stage > 0) for stage in self.memory.stages)
+        for op in ("all_gather", "reduce_scatter"):
+            yield op, "tp", stream, ends * micro_batches
         for op in ("send", "receive"):
-            boundaries = sum((stage < last) + (stage > 0) for stage in self.memory.stages)
-            add(op, "pp", self._sent, self.micro_batches * boundaries)
-        exposed = self._exposed_by_axis()
-        of_axis: dict[str, float] = defaultdict(float)
-        for (_, axis), each_seconds in seconds.items():
-            of_axis[axis] += each_seconds
-        return [
-            Collective(
-                op,
-                axis,
-                calls[op, axis],
-                size,
-                seconds[op, axis],
-                min(1.0, exposed.get(axis, 0.0) / of_axis[axis]) * seconds[op, axis] if of_axis[axis] else 0.0,
-            )
-            for (op, axis), size in n_bytes.most_common()
-        ]
+            yield op, "pp", self._sent, boundaries * micro_batches
 
     def _exposed_by_axis(self) -> dict[str, float]:
         """Exposed seconds of a step, by axis."""

@@ -1,7 +1,6 @@
 """Changes to a job that take less memory, and which of them would make it fit; none changes what is learned."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from configs.checks import check
 from configs.errors import ConfigError
@@ -9,6 +8,7 @@ from configs.layout import mesh_sizes
 from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
+from configs.table import with_keys
 from parallelisms.mesh import Mesh
 from parallelisms.sums import sums_of
 from trainer.planning.least_recomputation import freeing_copies
@@ -127,13 +127,13 @@ def _smaller_micro_batch(config: Config) -> Iterator[Config]:
         return
     for smaller in range(micro_batch // 2, 0, -1):
         if micro_batch % smaller == 0:
-            yield _with(config, training={"micro_batch_size": smaller})
+            yield with_keys(config, training={"micro_batch_size": smaller})
 
 
 def _checkpoint_selectively(config: Config) -> Iterator[Config]:
     table = config.activation_checkpoint
     if table.mode == "none" and not table.memory_limit_gib:
-        yield _with(config, activation_checkpoint={"mode": "selective"})
+        yield with_keys(config, activation_checkpoint={"mode": "selective"})
 
 
 def _checkpoint_fully(config: Config) -> Iterator[Config]:
@@ -144,17 +144,17 @@ def _checkpoint_fully(config: Config) -> Iterator[Config]:
 
 def _reshard(config: Config) -> Iterator[Config]:
     if config.fsdp.zero_stage < 3 or config.fsdp.reshard_after_forward == "never":
-        yield _with(config, fsdp={"zero_stage": 3, "reshard_after_forward": "always"})
+        yield with_keys(config, fsdp={"zero_stage": 3, "reshard_after_forward": "always"})
 
 
 def _no_replicas(config: Config) -> Iterator[Config]:
     if config.mesh.dp_replicate > 1 and config.fsdp.partition == "rows":
-        yield _with(config, mesh={"dp_replicate": 1, "dp_shard": -1})
+        yield with_keys(config, mesh={"dp_replicate": 1, "dp_shard": -1})
 
 
 def _offload(config: Config) -> Iterator[Config]:
     if not config.fsdp.cpu_offload:
-        yield _with(config, fsdp={"cpu_offload": True})
+        yield with_keys(config, fsdp={"cpu_offload": True})
 
 
 _Change = Callable[[Config], Iterator[Config]]
@@ -168,11 +168,6 @@ _CHANGES: tuple[_Change, ...] = (
     _offload,
 )
 """Cheapest first."""
-
-
-def _with(config: Config, **tables: dict[str, Any]) -> Config:
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in tables.items()}
-    return config.model_copy(update=changed)
 
 
 def _changes(before: Config, after: Config) -> str:

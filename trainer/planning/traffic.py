@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from configs.architectures.llama_keys import n_further
 from configs.layout import accumulation_steps, mesh_sizes
 from configs.schema import Attention, Config
+from configs.table import with_keys
 from parallelisms.fake_ranks import fake_ranks
 from parallelisms.mesh import Mesh, build_mesh, groups_of_axes
 from parallelisms.ties import ties_kept
@@ -71,12 +72,8 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
     Raises:
         ConfigError: the ranks cannot form the mesh.
     """
-    plain = {
-        "compile": config.compile.model_copy(update={"enable": False}),
-        "attention": Attention(),
-        "optimizer": config.optimizer.model_copy(update={"moments_dtype": "float32"}),
-    }
-    eager = config.model_copy(update=plain)  # on a CPU; kernels communicate nothing
+    eager = with_keys(config, compile={"enable": False}, optimizer={"moments_dtype": "float32"})
+    eager = eager.model_copy(update={"attention": Attention()})  # on a CPU; kernels communicate nothing
     with fake_ranks(world_size, rank):
         mesh = build_mesh(mesh_sizes(eager, world_size), torch.device("cpu"))
         stages, names = build_stages(eager, mesh)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 import trainer.step  # noqa: F401  # the ops of all techniques must be known
-from configs.errors import ConfigError
+from configs.errors import ConfigError, quotient
 from configs.load import LoadedConfig
 from configs.plan import plan_of
 from configs.reading.keys import key_path
@@ -86,8 +86,8 @@ def _require_distributable(ep: int, model: Skeleton) -> None:
     for name, shape in model.shapes.items():
         if model.is_of_experts(name) and shape[0] % ep:
             raise ConfigError(
-                f"mesh.ep {ep} does not divide the {shape[0]} experts of {name} ({shape[0]} / {ep} = "
-                f"{shape[0] / ep:.2f}), but each rank must hold the same number of experts; change mesh.ep"
+                f"mesh.ep {ep} does not divide the {shape[0]} experts of {name} ({quotient(shape[0], ep)}), but each "
+                "rank must hold the same number of experts; change mesh.ep"
             )
 
 
@@ -101,8 +101,8 @@ def _require_features(tp: int, model: Skeleton) -> None:
         dim = model.tp_dimension(name)
         if model.is_of_experts(name) and dim is not None and shape[dim] % tp:
             raise ConfigError(
-                f"mesh.tp {tp} does not divide the {shape[dim]} features of {name} ({shape[dim]} / {tp} = "
-                f"{shape[dim] / tp:.2f}), by which it splits each expert; change mesh.tp"
+                f"mesh.tp {tp} does not divide the {shape[dim]} features of {name} ({quotient(shape[dim], tp)}), by "
+                "which it splits each expert; change mesh.tp"
             )
 
 

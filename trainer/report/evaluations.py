@@ -4,13 +4,12 @@ Every evaluation leaves a file. Whoever has the run's folder (the run itself whi
 records those that metrics.jsonl lacks. So a result is recorded once, whatever dies in between.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint.manifest import step_folder, steps_in
-from configs.files import write_atomically
+from configs.files import write_json
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, read_records
 
@@ -28,7 +27,7 @@ def write_result(run_folder: Path, step: int, scores: Scores) -> Path:
     folder = step_folder(run_folder / FOLDER, step)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{time.time():.6f}.json"
-    write_atomically(path, [json.dumps({"step": step, "evaluation": scores}, indent=2) + "\n"])
+    write_json(path, {"step": step, "evaluation": scores})
     return path
 
 

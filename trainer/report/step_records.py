@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -29,40 +29,24 @@ from trainer.saved_state import RunState
 from trainer.validation import ValidationResult
 
 
+@dataclass
 class StepRecords:
     """The records of a launch's steps; every rank has them, and rank 0 writes."""
 
-    def __init__(
-        self,
-        config: Config,
-        console: Console,
-        ledger: TimeLedger,
-        peak: float | None,
-        launch: dict[str, Any],
-        beside_plan: BesidePlan,
-        fingerprints: Fingerprints,
-        incarnation: Incarnation | None = None,
-    ) -> None:
-        """
-        Args:
-            peak: the device's peak FLOP/s; None if it is unknown.
-            launch: from `describe_launch`.
-            beside_plan: compares the run with its plan in its last record.
-            fingerprints: written with the other records.
-            incarnation: of an elastic run; nothing is written once there is a newer one.
-        """
-        self._incarnation = incarnation
-        self.config = config
-        """The keys of the present stage of the run."""
-        self._console = console
-        self._ledger = ledger
-        self._peak = peak
-        self.beside_plan = beside_plan
-        self.fingerprints = fingerprints
-        self.shows_mfu = peak is not None
-        """Whether the device's peak is known."""
-        self._log: MetricsLog | None = None
-        self._wall_clock = WallClock(ledger, launch)
+    config: Config
+    """The keys of the present stage of the run."""
+    console: Console
+    ledger: TimeLedger
+    peak: float | None
+    """The device's peak FLOP/s; None if it is unknown."""
+    wall_clock: WallClock
+    beside_plan: BesidePlan
+    """Compares the run with its plan in its last record."""
+    fingerprints: Fingerprints
+    """Written with the other records."""
+    incarnation: Incarnation | None
+    """That of an elastic run; nothing is written once there is a newer one."""
+    _log: MetricsLog | None = None
 
     def open(self, run: RunState, position: dict[str, Any]) -> None:
         """Begin after the steps of `run`, at a position in the data; all ranks call it.
@@ -79,17 +63,17 @@ class StepRecords:
         config = self.config
         folder = self.config.job.folder
         try:
-            self._wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
-            sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
+            self.wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
+            sinks = Sinks(choose_sinks(config.metrics, folder), self.console.warning)
             run = config.job.name, config.model_dump(mode="json")
-            check = self._incarnation.require_newest_known if self._incarnation else None
+            check = self.incarnation.require_newest_known if self.incarnation else None
             if check:
                 check()
-            self._log = MetricsLog(folder, self._console.outages, step, sinks, *run, before_writing=check)
+            self._log = MetricsLog(folder, self.console.outages, step, sinks, *run, before_writing=check)
         except OSError as error:
             raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from None
         if self._log.unreadable_lines:
-            self._console.warning(f"{self._log.unreadable_lines} unreadable lines were removed from metrics.jsonl")
+            self.console.warning(f"{self._log.unreadable_lines} unreadable lines were removed from metrics.jsonl")
 
     def write(
         self,
@@ -114,12 +98,12 @@ class StepRecords:
             writes_status: whether status.json shall show the step as well.
         """
         training = self.config.training
-        speed = self._ledger.throughput(tokens_per_step(self.config))
+        speed = self.ledger.throughput(tokens_per_step(self.config))
         flops = flops_per_token(self.config.model, training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, dist.get_world_size())
         self.beside_plan.count(self.config, speed)
         if self._log and run.step == training.steps:
-            self.beside_plan.compare(memory, self._console.warning)
+            self.beside_plan.compare(memory, self.console.warning)
         now = time.time()
         metrics = StepMetrics(
             step=run.step,
@@ -128,7 +112,7 @@ class StepRecords:
             lr=lr,
             tokens=run.tokens,
             **asdict(speed),
-            mfu=mfu(tflops, self._peak),
+            mfu=mfu(tflops, self.peak),
             tflops=tflops,
             **asdict(memory),
             time=now,
@@ -139,11 +123,11 @@ class StepRecords:
             lag_seconds=lag.seconds if lag else None,
             phase_seconds=lag.phase_seconds if lag else None,
             **(vars(details) if details else {}),
-            **self._wall_clock.record(now),
+            **self.wall_clock.record(now),
             plan=self.beside_plan.quantities or None,
             planned_parts=self.beside_plan.parts or None,
         )
-        self._console.step(metrics)
+        self.console.step(metrics)
         if self._log:
             self._log.write(metrics, partial(self._after_metrics, run.step, writes_status))
 
@@ -156,7 +140,7 @@ class StepRecords:
         self.fingerprints.flush()
         if not writes_status:
             return
-        with self._console.outages.tolerate(self.config.job.folder / "status.json"):
+        with self.console.outages.tolerate(self.config.job.folder / "status.json"):
             refresh_status(self.config.job.folder, step, reason="")
 
     def flush(self) -> None:

@@ -278,7 +278,7 @@ def _files(config: Config) -> str:
 # --------------------------------------------------------------------------- after
 
 
-def closing_title(state: State, step: int, reason: str = "") -> str:
+def closing_title(state: State, step: int, reason: str) -> str:
     """The heading of a run's last table."""
     if state == "done":
         return f"Done: step {step:,} reached."

@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+from collections.abc import Sequence
 
 INDENT = "  "
 """Indentation of rows under a title."""
@@ -81,3 +82,9 @@ def parse_size(text: str) -> int:
 
 def _three_digits(number: float) -> str:
     return f"{number:.{max(0, 2 - int(math.log10(max(number, 1))))}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

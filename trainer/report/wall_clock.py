@@ -75,15 +75,15 @@ def describe_launch(
     mesh: Mesh,
     first_step: int,
     ledger: TimeLedger,
-    choice: Choice | None = None,
-    incarnation: Incarnation | None = None,
+    choice: Choice | None,
+    incarnation: Incarnation | None,
 ) -> dict[str, Any]:
     """Describe this launch for `StepMetrics.launches`.
 
     Args:
         first_step: steps completed before it.
         ledger: created when the launch began.
-        choice, incarnation: of an elastic run.
+        choice, incarnation: of an elastic run; None of another.
     """
     elastic = {"incarnation": incarnation.number} if incarnation else {}
     if choice:

@@ -6,9 +6,9 @@ that is abandoned, or lack some that it was given: then a new run there gets the
 """
 
 import json
-import os
 from pathlib import Path
 
+from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 
 
@@ -38,6 +38,5 @@ class Line:
 
     def _write(self, is_closed: bool) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_text(json.dumps({"run": self._run, "last_step": self.last_step, "is_closed": is_closed}))
-        os.replace(temporary, self._path)
+        told = {"run": self._run, "last_step": self.last_step, "is_closed": is_closed}
+        write_atomically(self._path, [json.dumps(told)])
