@@ -10,7 +10,7 @@ from checkpoint.bucket import Bucket, BucketError, Patience
 from configs.errors import UserError
 from tests.bucket.clouds import Azure, Google, Kind, Objects, served
 
-BRIEF = Patience(request_seconds=0.5, seconds=1.0)
+BRIEF = Patience(request_seconds=20, seconds=1)
 CLOUDS = {"gs": Google, "az": Azure}
 VARIABLES = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
