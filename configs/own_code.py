@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +80,11 @@ def code_of(path: str) -> Any:
             f'--model.architecture "{path}"'
         )
     return _admitted[path]
+
+
+def takes(path: str, parameter: str) -> bool:
+    """Whether the class or function that an import path names has this parameter; raises as `code_of`."""
+    return parameter in signature(code_of(path)).parameters
 
 
 def reason_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.checks.rule import Problem
 from configs.layout import tokens_per_step
-from configs.own_code import is_import_path
+from configs.own_code import is_admitted, is_import_path, takes
 from configs.reading.keys import KeyPath, dotted, find, leaves
 from configs.reading.merge import Layers
 from configs.run_change import run_key_diff
@@ -246,12 +246,13 @@ def _other_lengths(stages: Sequence[RunStage]) -> Iterator[Problem]:
         seq_len = stage.config.training.seq_len
         for source in stage.config.data.sources:
             before = lengths.setdefault(source.name, seq_len)
-            if before != seq_len and is_import_path(source.kind):
+            is_own = is_import_path(source.kind) and is_admitted(source.kind)
+            if before != seq_len and is_own and not takes(source.kind, "earlier"):
                 yield (
                     f"stages.{stage.border.table}",
                     f'the source "{source.name}" of kind "{source.kind}" is read in sequences of {before} before, and '
-                    f"of {seq_len} here, and no source of one's own can change its length; leave it out, or give it "
-                    "another name, under which it begins again",
+                    f"of {seq_len} here, and its class takes no argument `earlier`, by which it could go on (docs/"
+                    "own_models.md); leave it out, or give it another name, under which it begins again",
                 )
 
 

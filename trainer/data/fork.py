@@ -10,7 +10,6 @@ from contextlib import closing
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.own_code import is_import_path
 from configs.schema import Config
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
@@ -45,8 +44,8 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
         _require_same_windows(then, names, order, following, config)
         order = _order_at(config, next_sample, start=following)
     else:  # the windows are others in any case, so the content is compared
+        _require_same_windows(then, names, None, following, config)
         order = _order_at(config, next_sample, start=following, states=data["sources"])
-        _require_same_windows(then, names, order, following, config)
     return {**data, "order": order, "start": following.to_json()}
 
 
@@ -57,20 +56,19 @@ def _order_at(config: Config, next_sample: int, **position: Any) -> dict[str, An
 
 
 def _require_same_windows(
-    then: dict[str, Any], names: Sequence[str], now: dict[str, Any], start: Start, config: Config
+    then: dict[str, Any], names: Sequence[str], now: dict[str, Any] | None, start: Start, config: Config
 ) -> None:
     """Raise ConfigError if the windows of a source that is partly read have changed, or their order.
 
     Args:
         then, names: the order of the checkpoint's samples, and its sources.
-        now, config: the new order and its job.
+        now, config: the new order and its job; None: windows have another length, so that all are others.
         start: where it takes over.
     """
     sources = config.data.sources
     old = _layouts(then, names)
-    new = _layouts(now, [source.name for source in sources])
-    seeds = then["training.seed"], now["training.seed"]
-    has_other_length = then["training.seq_len"] != now["training.seq_len"]
+    new = _layouts(now, [source.name for source in sources]) if now else {}
+    seeds = then["training.seed"], config.training.seed
     for source in sources:
         name = source.name
         if source.kind == "synthetic" or not start.read.get(name):
@@ -78,10 +76,7 @@ def _require_same_windows(
         reason = ""
         if seeds[0] != seeds[1]:
             reason = f"training.seed: {seeds[0]} -> {seeds[1]}"
-        elif is_import_path(source.kind) and (earlier := start.lengths.get(name)):
-            lengths = f"training.seq_len: {earlier[-1][0]} -> {now['training.seq_len']}"
-            reason = f"{lengths}, which no source of one's own can follow"
-        elif not has_other_length and name in old and old[name] != new[name]:
+        elif name in old and name in new and old[name] != new[name]:
             reason = f"{old[name]} -> {new[name]}"
         if reason:
             raise ConfigError(

@@ -428,7 +428,7 @@ def _build_source(
     vocab_size = config.model.vocab_size
     seed = _seed(config, validation)
     if is_import_path(source.kind):
-        return OwnSource(source, seq_len, vocab_size, seed)
+        return OwnSource(source, seq_len, vocab_size, seed, earlier)
     if source.kind == "synthetic":
         return SyntheticSource(source.name, vocab_size, seed, source.document_length)
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer

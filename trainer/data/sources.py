@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from configs.errors import ConfigError, UserError
-from configs.own_code import code_of, reason_of
+from configs.own_code import code_of, reason_of, takes
 from configs.schema import Source
 from trainer.data.lengths import Lengths, Read
 from trainer.data.order import Epochs, derive_key
@@ -262,14 +262,17 @@ _METHODS = ("addresses", "check_unchanged", "read", "state")
 class OwnSource:
     """A source of the user's own, whose windows are checked: a token that is none would be an error of the device's."""
 
-    def __init__(self, settings: Source, seq_len: int, vocab_size: int, seed: int) -> None:
-        """Open it: its class is called with these arguments.
+    def __init__(
+        self, settings: Source, seq_len: int, vocab_size: int, seed: int, earlier: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Open it: its class is called with these arguments, with `earlier` by name and only if it is not empty.
 
         Args:
             settings: the source's table in the job.
             seq_len: a window has one token more.
             vocab_size: tokens are below it.
             seed: of the order; 0 for validation.
+            earlier: how far it was read with windows of other lengths; the fields of each `lengths.Read`.
 
         Raises:
             ConfigError: it can't be opened, or lacks a method of `SampleSource`.
@@ -277,8 +280,15 @@ class OwnSource:
         self._name = f'source "{settings.name}" of kind "{settings.kind}"'
         self._vocab_size = vocab_size
         found = code_of(settings.kind)
+        if earlier and not takes(settings.kind, "earlier"):
+            raise ConfigError(
+                f"{self._name} was read in sequences of {earlier[-1][0]} before, and is in sequences of {seq_len} now, "
+                "and its class takes no argument `earlier`, by which it could go on (docs/own_models.md); leave it "
+                "out, or give it another name, under which it begins again"
+            )
         try:
-            self._source = found(settings, seq_len, vocab_size, seed)
+            others = {"earlier": [Read(*each) for each in earlier]} if earlier else {}
+            self._source = found(settings, seq_len, vocab_size, seed, **others)
         except UserError:
             raise
         except Exception as error:

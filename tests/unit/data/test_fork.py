@@ -4,6 +4,7 @@ import json
 from contextlib import closing
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from configs.errors import ConfigError
@@ -183,9 +184,24 @@ class Counted:
         pass
 
 
-def with_own(config):
+class Following(Counted):
+    """The same, whose inputs are the numbers from 0 on, in windows of any lengths."""
+
+    def __init__(self, settings, seq_len, vocab_size, seed, earlier=()):
+        self.seq_len = seq_len
+        self.first = 0
+        self.input = 0
+        for length, until in earlier:
+            self.input += length * (until - self.first)
+            self.first = until
+
+    def read(self, address, tokens, starts):
+        tokens[:] = self.input + (address - self.first) * self.seq_len + np.arange(self.seq_len + 1)
+
+
+def with_own(config, name="Counted"):
     """The job, in which `web` is a source of one's own."""
-    kind = f"{__name__}:Counted"
+    kind = f"{__name__}:{name}"
     admit(kind, "data.sources.0.kind")
     config.data.sources[0].__dict__["kind"] = kind
     return config
@@ -200,12 +216,27 @@ def test_a_source_of_ones_own_that_comes_back_in_another_length_is_refused(corpu
     _, position = read(without, position, 2)
     longer = with_own(job(corpus, {"web": 1.0, "books": 1.0}, seq_len=2 * SEQ_LEN))
     with pytest.raises(
-        ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len: 8 -> 16, which no"
+        ConfigError, match=r'"web" .* was read in sequences of 8 before, and is in sequences of 16 now, and its class'
     ):
         forked_position(position, without.model_dump(mode="json"), longer)
     as_before = with_own(job(corpus, {"web": 1.0}))
     position = forked_position(position, without.model_dump(mode="json"), as_before)
     assert read(as_before, position, 1)[0] == [15, 16, 17, 18]
+
+
+def test_a_source_of_ones_own_goes_on_in_other_lengths_if_it_can(corpus):
+    """In each length also after a resume."""
+    found = []
+    position, before = BEGINNING, None
+    for seq_len, n_steps in ((4, 2), (2, 1), (4, 1)):
+        now = with_own(job(corpus, {"web": 1.0}, seq_len=seq_len), "Following")
+        if before:
+            position = forked_position(position, before.model_dump(mode="json"), now)
+        for _ in range(n_steps):
+            firsts, position = read(now, position, 1)
+            found += [number for first in firsts for number in range(first, first + seq_len)]
+        before = now
+    assert found == list(range(4 * (2 * 4 + 2 + 4)))
 
 
 def test_text_goes_on_at_its_next_token_in_other_lengths_also_after_a_stage_without_it(corpus, tmp_path):
