@@ -19,7 +19,7 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import KeelError
+from configs.errors import ConfigError, KeelError
 from configs.load import find_job_file
 from scripts.command import add_job_argument, end, job_of, without_overrides
 
@@ -59,8 +59,10 @@ def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:
     return figures, lines(figures)
 
 
-def loader(_options: argparse.Namespace, _overrides: list[str]) -> Figures:
+def loader(_options: argparse.Namespace, overrides: list[str]) -> Figures:
     """Tokens per second that the loader alone reads from token files."""
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: the loader is measured with a job of its own; leave it out")
     from scripts.benchmarks.bare import loader_speed
 
     figures = {"loader_tokens_per_second": loader_speed()}

@@ -18,6 +18,7 @@ from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
 from configs.schema import Config, Model, Training, is_described
+from scripts.command import refuse_keys
 from scripts.widths.widen import width_keys, words_of
 from trainer.planning.flops import flops_per_token
 
@@ -58,6 +59,7 @@ def load_target(job: str, overrides: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: it is not valid, or has what a ladder does not scale.
     """
+    refuse_keys(overrides, [*_ON_ONE_AXIS, *_LEFT_OUT], "a ladder's runs choose this themselves; leave it out")
     loaded = load(job, (*overrides, *words_of(_ON_ONE_AXIS | _LEFT_OUT)), 1)
     if loaded.config.stages:
         raise ConfigError("a ladder has runs of one stage only, and the job has [[stages]]")
