@@ -200,7 +200,10 @@ def said(plan: "Plan", verdict: "Verdict") -> Iterator[str]:
         yield f"  {verdict.first_outside}"
         return
     last = verdict.last_compared
-    yield f"equal within the bound: steps {plan.first} to {last}; the difference nearest to it is {verdict.largest}"
+    nearest = "losses, norms and samples of gradients are equal"
+    if verdict.largest and verdict.largest.value:
+        nearest = f"the difference nearest to it is {verdict.largest}"
+    yield f"equal within the bound: steps {plan.first} to {last}; {nearest}"
     if last < verdict.last:
         yield (
             f"NOT COMPARED: the steps after {last}, since training enlarges round-off too far by then; replay them on "

@@ -220,6 +220,22 @@ def test_a_changed_record(kind, expected, copy):
             said_by(replay, copy, 7)
 
 
+def test_a_difference_in_bits_alone_has_no_size(copy):
+    """Of a run on another machine, bits of gradients differ, while all that has a size is equal."""
+    file = copy / "fingerprints.jsonl"
+    lines = [json.loads(line) for line in file.open()]
+    for line in lines:
+        if "environment" in line:
+            line["environment"] |= {"torch": "another"}
+        if line.get("step") == 6 and "digests" in line:
+            line["digests"] = line["digests"][8:] + line["digests"][:8]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    holds, said = said_by(replay, copy, 7)
+    assert holds, said
+    assert "the bits may differ, because of torch another -> " in said
+    assert "equal within the bound: steps 6 to 7; losses, norms and samples of gradients are equal" in said
+
+
 @pytest.mark.slow
 def test_an_exchanged_checkpoint_is_found(copy, tmp_path):
     """Of a run with the same run keys, whole in itself; with other keys, it is refused as that of another run."""
