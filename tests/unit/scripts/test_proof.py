@@ -100,6 +100,11 @@ def test_what_cannot_be_replayed(recorded, copy, tmp_path):
         said_by(replay, recorded, 21)
     with pytest.raises(ConfigError, match=r"mesh\.tpp"):
         said_by(replay, recorded, 9, words=["--mesh.tpp", "2"])
+    before = snapshot(recorded)
+    for key, value in (("job.output_dir", recorded), ("training.steps", 20), ("checkpoint.load", "latest")):
+        with pytest.raises(ConfigError, match=f"^--{key}: a replay sets it itself; leave it out"):
+            said_by(replay, recorded, 9, words=[f"--{key}={value}"])
+    assert snapshot(recorded) == before
     (copy / "fingerprints.jsonl").unlink()
     with pytest.raises(UserError, match=r"are recorded with metrics\.fingerprint = true"):
         said_by(replay, copy, 9)
