@@ -71,12 +71,14 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
     Raises:
         ConfigError: the ranks cannot form the mesh.
     """
+    rule = {"name": "adamw"} if config.optimizer.name == "ademamix" else {}  # which reads its count of updates
     plain = {
         "compile": config.compile.model_copy(update={"enable": False}),
         "attention": Attention(),
-        "optimizer": config.optimizer.model_copy(update={"moments_dtype": "float32"}),
+        "optimizer": config.optimizer.model_copy(update={"moments_dtype": "float32", **rule}),
+        "metrics": config.metrics.model_copy(update={"fingerprint": False}),
     }
-    eager = config.model_copy(update=plain)  # on a CPU; kernels communicate nothing
+    eager = config.model_copy(update=plain)  # on a CPU; kernels communicate nothing, nor do element-wise rules
     with fake_ranks(world_size, rank):
         mesh = build_mesh(mesh_sizes(eager, world_size), torch.device("cpu"))
         stages, names = build_stages(eager, mesh)
@@ -90,7 +92,7 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
 
 
 def record_step(learner: Learner) -> dict[Collective, Traffic]:
-    """The communication of a learner, real or fake, in a step, without its loss's scalars; largest first."""
+    """The communication of a learner, real or fake, in a step, without its loss's scalars and its fingerprint."""
     with _Recorder(learner.mesh) as recorder:
         _train(learner)
     return dict(sorted(recorder.traffic.items(), key=lambda item: -item[1].n_bytes))
