@@ -11,7 +11,19 @@ import pytest
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
-from scripts import benchmark, compare, coordinates, data, ladder, plan, prepare_data, report, sample, train_tokenizer
+from scripts import (
+    benchmark,
+    compare,
+    coordinates,
+    data,
+    ladder,
+    parity,
+    plan,
+    prepare_data,
+    report,
+    sample,
+    train_tokenizer,
+)
 from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
@@ -247,12 +259,24 @@ def test_what_cannot_be_compared_is_a_message(words, message):
         (data.main, ["find", "runs/debug", "text", "--most", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "nan"]),
+        (benchmark.main, ["debug", "--rounds", "0"]),
+        (benchmark.main, ["debug", "--steps", "-1"]),
+        (parity.main, ["--random", "-1"]),
+        (parity.main, ["--ranks", "0"]),
     ],
 )
 def test_an_impossible_number_is_a_message(capsys, main, words):
     with pytest.raises(SystemExit):
         main(words)
     assert f"argument {words[-2]}: {words[-1]} is not a" in capsys.readouterr().err
+
+
+def test_figures_that_can_not_be_written_are_a_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("scripts.benchmarks.bare.loader_speed", lambda: 7.0)
+    assert benchmark.main(["loader", "--json", str(tmp_path / "none" / "speed.json")]) == 1
+    assert f"{tmp_path}/none/speed.json: No such file or directory" in capsys.readouterr().err
+    assert benchmark.main(["loader", "--json", str(tmp_path / "speed.json")]) == 0
+    assert json.loads((tmp_path / "speed.json").read_text()) == {"loader_tokens_per_second": 7.0}
 
 
 def test_a_tokenizer_is_not_written_under_a_name_that_says_otherwise(tmp_path, capsys):
