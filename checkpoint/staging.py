@@ -6,6 +6,7 @@ Whether a host has enough memory for them is checked before training starts, not
 import mmap
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -218,21 +219,30 @@ def free_memory(root: Path = Path("/")) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    names = (root / "proc/self/cgroup").read_text().splitlines()
-    top = root / "sys/fs/cgroup"
-    own = top / next((line[4:] for line in names if line.startswith("0::/")), "")
-    groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
-    limited = [group for group in groups if _limit(group) != "max"]
-    return min([free, *map(_left_in, limited)])
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controller, name = line.split(":", 2)
+        if controller not in _CONTROL_FILES:
+            continue
+        top = root / "sys/fs/cgroup" / controller
+        own = top / name.lstrip("/")
+        groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
+        free = min([free, *(_left_in(group, *_CONTROL_FILES[controller]) for group in groups)])
+    return free
 
 
-def _limit(group: Path) -> str:
-    file = group / "memory.max"
-    return file.read_text().strip() if file.exists() else "max"
+_CONTROL_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""A control group's limit, its use, and what of that is files' old pages, by the controller's name in
+/proc/self/cgroup: version 2, where the groups of all controllers are the same, and version 1."""
 
 
-def _left_in(group: Path) -> int:
+def _left_in(group: Path, limit: str, used: str, old_pages: str) -> int:
     """Bytes below a control group's limit; pages of files that nobody has read lately make room when it is reached."""
+    file = group / limit
+    text = file.read_text().strip() if file.exists() else "max"
+    if text == "max":
+        return sys.maxsize
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-    return int(_limit(group)) - used
+    return int(text) - int((group / used).read_text()) + int(stat[old_pages])

@@ -19,9 +19,9 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import KeelError
+from configs.errors import ConfigError, KeelError, files_that_fail
 from configs.load import find_job_file
-from scripts.command import add_job_argument, end, job_of, without_overrides
+from scripts.command import add_job_argument, end, job_of, positive, without_overrides
 
 VARIANTS = ("bare-eager", "keel-eager", "bare-compiled", "keel-compiled")
 
@@ -37,17 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, overrides = without_overrides(words)
     options = _parser().parse_args(own)
     try:
-        if "job" in options:
-            options.job = job_of(options)
-            find_job_file(options.job)  # a wrong path costs no import of torch
-        figures, lines = options.command(options, overrides)
+        with files_that_fail():
+            if "job" in options:
+                options.job = job_of(options)
+                find_job_file(options.job)  # a wrong path costs no import of torch
+            figures, lines = options.command(options, overrides)
+            if os.environ.get("RANK", "0") == "0":
+                print("\n".join(lines))
+                if options.json:
+                    options.json.write_text(json.dumps(figures, indent=2) + "\n")
     except KeelError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(lines))
-        if options.json:
-            options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
@@ -59,8 +60,10 @@ def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:
     return figures, lines(figures)
 
 
-def loader(_options: argparse.Namespace, _overrides: list[str]) -> Figures:
+def loader(_options: argparse.Namespace, overrides: list[str]) -> Figures:
     """Tokens per second that the loader alone reads from token files."""
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: the loader is measured with a job of its own; leave it out")
     from scripts.benchmarks.bare import loader_speed
 
     figures = {"loader_tokens_per_second": loader_speed()}
@@ -85,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     child = command(bare)
     add_job_argument(child, "benchmark_10m.toml")
     add = child.add_argument
-    add("--rounds", type=int, default=10, help="number of turns of each case (default: %(default)s)")
-    add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
+    add("--rounds", type=positive, default=10, help="number of turns of each case (default: %(default)s)")
+    add("--steps", type=positive, default=2, help="steps per turn (default: %(default)s)")
     add("--variants", type=_variants, default=",".join(VARIANTS), help="variants to measure (default: %(default)s)")
     command(loader)
     return parser

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def list_(options: argparse.Namespace, console: Console) -> int:
     """Print a line for each checkpoint, without reading its tensors."""
     root = _root(options.folder)
-    if not any(root.glob("step-*")) and not any(root.glob("abandoned-*")):
+    if not any(path.name.startswith(("step-", "abandoned-")) for path in root.iterdir()):
         runs = sorted(path.parent.name for path in root.glob("*/checkpoints"))
         raise UserError(f"{root}: no checkpoints here" + (f"; runs in this folder: {', '.join(runs)}" if runs else ""))
     console.line("      step      tokens        size  validation loss  run id    written")
@@ -236,7 +236,7 @@ def _last(folder: Path, n: int | None) -> list[Path]:
     root = _root(folder)
     found = [with_tensors(folder) for folder in list(_checkpoints(root))[-n:]]
     if len(found) < n:
-        raise UserError(f"{root}: --last {n}, but there are {len(found)} checkpoints")
+        raise UserError(f"--last {n}: {root} has only {len(found)}")
     return found
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -14,6 +14,7 @@ from configs.files import FULL, whole
 from configs.own_code import admit
 from configs.places import is_url
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
+from configs.reading.overrides import split_flags
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.report.console import Console
 
@@ -109,6 +110,23 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     """A command's options, and the words that set a job's keys; `arguments` None: those of this process."""
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     return parser.parse_args(own), overrides
+
+
+def refuse_keys(overrides: Sequence[str], keys: Iterable[str], reason: str) -> None:
+    """Refuse keys that have no effect in a command.
+
+    Args:
+        overrides: the words that set a job's keys.
+        keys: dotted keys, and tables.
+        reason: why they have none, and what to do.
+
+    Raises:
+        ConfigError: one of the keys is set.
+    """
+    beginnings = tuple(f"--{key}." for key in keys)
+    refused = [flag for flag, _ in split_flags(overrides) if f"{flag}.".startswith(beginnings)]
+    if refused:
+        raise ConfigError(f"{', '.join(refused)}: {reason}")
 
 
 def add_job_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:

@@ -20,7 +20,7 @@ from checkpoint.find import find_checkpoint, require_run
 from configs.errors import ConfigError, UserError
 from configs.files import write_json
 from configs.load import find_job_file, load
-from scripts.command import end, number_of, parser_of, place, positive, run_command, without_overrides
+from scripts.command import end, number_of, parser_of, place, positive, refuse_keys, run_command, without_overrides
 from scripts.comparison.runs import Launch, ranks_words, run_process, run_to_its_end, train
 from scripts.score import load_for_scoring, with_tokenizer_of
 from trainer.report.console import Console
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     options = _parser().parse_intermixed_args(own)
 
     def work(console: Console) -> None:
+        refuse_keys(words, ["job.output_dir"], "--output FOLDER names the folder of all runs; leave it out")
         options.configs = [str(place(each)) for each in options.configs]
         folders = [Path(each) for each in options.configs if Path(each).is_dir()]
         is_run = len(folders) == len(options.configs) or any((each / "config.toml").is_file() for each in folders)

@@ -28,6 +28,7 @@ from scripts.command import (
     parsed,
     parser_of,
     positive,
+    refuse_keys,
     run_command,
 )
 from scripts.widths.picture import Line, Panel, picture
@@ -37,16 +38,24 @@ from trainer.report.console import Console
 if TYPE_CHECKING:
     from parallelisms.mesh import Mesh
 
+_STEPS = 5
 FORMS = {False: "without muP", True: "with muP"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options, overrides = parsed(_parser(), arguments)
+    parser = _parser()
+    options, overrides = parsed(parser, arguments)
+    if options.rates and options.steps:
+        parser.error("--steps goes without --rates, which trains to the job's end: --training.steps N")
 
     def work(console: Console) -> None:
         job = job_of(options)
         find_job_file(job)  # a wrong path costs no import of torch
+        if options.rates:
+            refuse_keys(overrides, ["optimizer.lr"], "--rates names the learning rates; leave it out")
+        else:
+            refuse_keys(overrides, ["training.steps"], "only with --rates; without, --steps N says how many")
         for dim in options.dims:  # nor does a width that the job can't have
             widened(job, overrides, dim, with_mup=True)
         loaded = load(job, overrides, 1)
@@ -99,17 +108,18 @@ def _check(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
     """The sizes of activations at each width."""
     from scripts.widths.measure import KINDS, activation_sizes
 
+    steps = options.steps or _STEPS
     sizes: dict[bool, dict[int, list[dict[str, float]]]] = {form: {} for form in FORMS}
     for with_mup, name in FORMS.items():
         for dim in options.dims:
             config = widened(job, overrides, dim, with_mup).config
-            sizes[with_mup][dim] = activation_sizes(config, mesh, options.steps)
+            sizes[with_mup][dim] = activation_sizes(config, mesh, steps)
             console.line(f"{name}, dim {dim}: done")
     growth = {
         name: {kind: _slope({dim: each[-1][kind] for dim, each in sizes[form].items()}) for kind in KINDS}
         for form, name in FORMS.items()
     }
-    lines = ["", f"growth of mean |activation| after {options.steps} steps, as a power of the width:", ""]
+    lines = ["", f"growth of mean |activation| after {steps} steps, as a power of the width:", ""]
     lines.append(f"{'':18}" + "".join(f"{name:>14}" for name in growth))
     lines += [f"{kind:18}" + "".join(f"{each[kind]:>+14.2f}" for each in growth.values()) for kind in KINDS]
     rows = [
@@ -118,14 +128,14 @@ def _check(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
                 f"{kind}, {FORMS[form]}",
                 [
                     Line(f"{step} steps", [(dim, each[step][kind]) for dim, each in sizes[form].items()])
-                    for step in range(options.steps + 1)
+                    for step in range(steps + 1)
                 ],
             )
             for kind in KINDS
         ]
         for form in FORMS
     ]
-    figures = {"steps": options.steps, "growth": growth, "sizes": {FORMS[form]: each for form, each in sizes.items()}}
+    figures = {"steps": steps, "growth": growth, "sizes": {FORMS[form]: each for form, each in sizes.items()}}
     return figures, lines, picture("Mean |activation| by width, before and after each step", "dim", rows)
 
 
@@ -203,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="widths (model.dim)",
     )
-    add("--steps", type=positive, default=5, metavar="N", help="steps before the sizes are compared (default: 5)")
+    add("--steps", type=positive, metavar="N", help=f"steps before the sizes are compared (default: {_STEPS})")
     rates = list_of(_rate, "learning rates: 1e-3,2e-3")
     add("--rates", type=rates, metavar="LIST", help="compare these learning rates at each width instead")
     add("--output", type=Path, metavar="FILE", help="the picture, SVG (default: in runs/)")

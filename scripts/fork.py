@@ -33,13 +33,14 @@ from scripts.command import (
     parser_of,
     place_argument,
     positive,
+    refuse_keys,
     run_command,
 )
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, cut_back
 from trainer.report.units import count
 
-_OF_THE_FORK = ("--checkpoint.load", "latest", "--checkpoint.go_back", "0", "--job.allow_run_change", "false")
+_OF_THE_FORK = {"checkpoint.load": "latest", "checkpoint.go_back": "0", "job.allow_run_change": "false"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parsed(parser, arguments)
     if options.at is not None and options.at_tokens is not None:
         parser.error("--at and --at-tokens name two places; leave one out")
-    if any(word.partition("=")[0] in ("--job.output_dir", "--job.name") for word in overrides):
-        parser.error("--output FOLDER names the new run, and its folder")
     return run_command(lambda console: _fork(options, overrides, console), "stopped; nothing was written")
 
 
 def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Console) -> None:
+    refuse_keys(overrides, ["job.output_dir", "job.name"], "--output FOLDER names the new run, and its folder")
+    refuse_keys(overrides, _OF_THE_FORK, "a fork sets it itself; leave it out")
     run: Path = options.run
     output: Path = options.output or (Path("runs") if COPIES in run.parents else run.parent) / f"{run.name}-fork"
     require_run(run)
@@ -110,7 +111,8 @@ def _job_of(run: Path, output: Path, without: Sequence[str], overrides: Sequence
         ConfigError: a key is wrong, or a source that is to be left out is not there.
     """
     file = str(run / "config.toml")
-    words = [*overrides, *_OF_THE_FORK, "--job.output_dir", str(output), "--job.name", output.name]
+    own = [f"--{key}={value}" for key, value in _OF_THE_FORK.items()]
+    words = [*overrides, *own, "--job.output_dir", str(output), "--job.name", output.name]
     job = load(file, words, is_stored=True)
     if not without:
         return job

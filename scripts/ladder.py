@@ -32,6 +32,7 @@ from scripts.command import (
     parsed,
     parser_of,
     positive,
+    refuse_keys,
     run_command,
 )
 from scripts.comparison.runs import Launch, run_process, train
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
     def work(console: Console) -> None:
         job = job_of(options)
+        refuse_keys(overrides, ["job.output_dir"], "--output FOLDER names the folder of all runs; leave it out")
         find_job_file(job)  # a wrong path costs no import of torch
         if options.run:
             require_run(options.run)

@@ -35,7 +35,7 @@ if not __package__:  # run as a file
 from configs.errors import ConfigError, KeelError
 from configs.load import find_job_file, load
 from configs.reading.overrides import split_flags, words
-from scripts.command import add_job_argument, end, job_of, without_overrides
+from scripts.command import add_job_argument, end, job_of, not_negative, positive, without_overrides
 from scripts.parity_random import Draw, run_one, run_random
 from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table
 
@@ -103,11 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--exact", action="store_true", help="also prove that data-parallel meshes change no bit")
     parser.add_argument("--list", action="store_true", help="list the rows and their ranks, and exit")
     drawing = parser.add_argument_group("jobs that are drawn at random, instead of rows")
-    drawing.add_argument("--random", type=int, metavar="N", help="try this many")
+    drawing.add_argument("--random", type=positive, metavar="N", help="try this many")
     drawing.add_argument("--seed", type=int, default=0, help="decides what is drawn (default: %(default)s)")
-    drawing.add_argument("--ranks", type=int, help="try one job, with further keys --table.key VALUE, on these ranks")
+    drawing.add_argument(
+        "--ranks", type=positive, help="try one job, with further keys --table.key VALUE, on these ranks"
+    )
     drawing.add_argument("--evaluate-at", default="", metavar="STEPS", help="evaluate after these steps: 1,2")
-    drawing.add_argument("--move-at", type=int, default=0, metavar="STEP", help="save and load after this step")
+    drawing.add_argument(
+        "--move-at", type=not_negative, default=0, metavar="STEP", help="save and load after this step"
+    )
     drawing.add_argument("--moved", default="", metavar="KEYS", help="machine keys after that, as one word")
     own, keys = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)

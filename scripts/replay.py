@@ -24,7 +24,7 @@ if not __package__:  # run as a file
 from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.load import load
-from scripts.command import end, parser_of, place_argument, positive, run_command
+from scripts.command import end, parser_of, place_argument, positive, refuse_keys, run_command
 from scripts.launcher import run_ranks
 from train import end_process
 from trainer.guards.fragmentation import let_segments_grow
@@ -144,7 +144,10 @@ def compute_again(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) 
     from scripts.proof.replay import JOB_NAME
 
     job = str(folder / JOB_NAME)
-    words = [*plan.words(folder / "run"), *words]
+    own = plan.words(folder / "run")
+    settled = [flag.removeprefix("--") for flag in own[::2] if flag != "--tokenizer.path"]
+    refuse_keys(words, settled, "a replay sets it itself; leave it out")
+    words = [*own, *words]
     load(job, words, ranks, is_stored=True)  # mistakes are reported here, once
     (folder / _TASK).write_text(json.dumps({"job": job, "words": words, "first_sample": plan.first_sample}))
     os.environ[_RANK_OF] = str(folder)
@@ -200,7 +203,10 @@ def said(plan: "Plan", verdict: "Verdict") -> Iterator[str]:
         yield f"  {verdict.first_outside}"
         return
     last = verdict.last_compared
-    yield f"equal within the bound: steps {plan.first} to {last}; the difference nearest to it is {verdict.largest}"
+    nearest = "losses, norms and samples of gradients are equal"
+    if verdict.largest and verdict.largest.value:
+        nearest = f"the difference nearest to it is {verdict.largest}"
+    yield f"equal within the bound: steps {plan.first} to {last}; {nearest}"
     if last < verdict.last:
         yield (
             f"NOT COMPARED: the steps after {last}, since training enlarges round-off too far by then; replay them on "

@@ -60,8 +60,9 @@ def _is_running(runs: Sequence[Recorded]) -> bool:
 
 
 def _write(output: Path, runs: Sequence[Recorded], renew_seconds: int) -> None:
+    written = page(runs, VERSION, renew_seconds)
     try:
-        write_atomically(output, [page(runs, VERSION, renew_seconds)])
+        write_atomically(output, [written])
     except OSError as error:
         raise UserError(f"{output} can't be written: {error.strerror}") from None
 

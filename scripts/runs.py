@@ -52,10 +52,15 @@ def runs_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the runs in a folder and in the folders of it, each with its status."""
     for each in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))):
         try:
-            if (each / "status.json").is_file() and (status := read_status(each)):
-                yield each, status
+            if (each / "status.json").is_file():
+                yield each, read_status(each) or _unreadable("its status.json is damaged, or may not be read")
         except OSError as error:
-            yield each, {"state": UNREADABLE, "step": 0, "reason": error.strerror or "", "time": time.time()}
+            yield each, _unreadable(error.strerror or "")
+
+
+def _unreadable(reason: str) -> dict[str, Any]:
+    """The status of a run that can't be read."""
+    return {"state": UNREADABLE, "step": 0, "reason": reason, "time": time.time()}
 
 
 def _line(folder: Path, status: dict[str, Any], width: int) -> str:

@@ -18,12 +18,20 @@ if not __package__:  # run as a file
 from checkpoint.find import find_checkpoint, require_run, tokenizer_of
 from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
-from configs.schema import Config, Mesh
+from configs.schema import Config, LrSchedule, Mesh, Optimizer
 from configs.table import with_keys
-from scripts.command import end, folder_argument, parser_of, positive, without_overrides
+from scripts.command import end, folder_argument, parser_of, positive, refuse_keys, without_overrides
 from scripts.launcher import run_ranks
 from trainer.lifecycle import tell_torchrun
 from trainer.report.console import Console
+
+_OF_TRAINING = (
+    *("average", "data.prepare", "data.sources", "stages"),
+    *(f"training.{key}" for key in ("max_norm", "max_skipped_steps", "norm_type", "seed", "steps", "z_loss_weight")),
+    *(f"optimizer.{key}" for key in Optimizer.model_fields if key != "name"),
+    *(f"lr_schedule.{key}" for key in LrSchedule.model_fields if key != "name"),
+)
+"""The keys without effect on a score; a name may be that of a user's own code, which is imported all the same."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +86,12 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
 
 
 def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> LoadedConfig:
-    """Load a run folder's job, which is not elastic then; one rank drops its mesh, unless the overrides set one."""
+    """Load a run folder's job, which is not elastic then; one rank drops its mesh, unless the overrides set one.
+
+    Raises:
+        ConfigError: the job is not valid, or the overrides set what no score depends on.
+    """
+    refuse_keys(overrides, _OF_TRAINING, "without effect on a run that is trained already; leave it out")
     drops_mesh = ranks == 1 and not any(word.startswith("--mesh.") for word in overrides)
     alone = [f"--mesh.{axis}=1" for axis in Mesh.model_fields] if drops_mesh else []
     return load(str(folder / "config.toml"), ["--elastic.enable=false", *alone, *overrides], ranks, is_stored=True)

@@ -122,7 +122,8 @@ def _missing(path: KeyPath, layers: Layers) -> Mistake:
     assert key is not None
     if key.type == "table":
         needed = ", ".join(name for name, inner in _keys_of(path).items() if inner.required)
-        return Mistake(path, layers.file, f"the table [{dotted(path)}] is missing; it needs {needed}")
+        remedy = f"it needs {needed}" if needed else "add it"
+        return Mistake(path, layers.file, f"the table [{dotted(path)}] is missing; {remedy}")
     table = _table(path[:-1])
     return Mistake(
         path, layers.where(path[:-1]), f"[{table}] lacks {path[-1]} ({key.type}): {' '.join(key.doc.split())}"

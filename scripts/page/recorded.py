@@ -102,7 +102,7 @@ class Recorded:
         root = self.folder / "checkpoints"
         try:
             return read_manifest(step_folder(root, steps_in(root)[-1])).run_changes
-        except (IndexError, UserError):
+        except (IndexError, OSError, UserError):
             return []
 
     @cached_property
@@ -251,7 +251,10 @@ def run_folders(path: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / METRICS_NAME).is_file() or (folder / "status.json").is_file()
+    try:
+        return (folder / METRICS_NAME).is_file() or (folder / "status.json").is_file()
+    except PermissionError:
+        return True  # who reads it says that it can't be read
 
 
 def read_runs(folders: Sequence[Path], leave_out: Callable[[str], None] | None = None) -> list[Recorded]:

@@ -19,6 +19,7 @@ from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
 from configs.reading.overrides import words
 from configs.schema import Config, Model, Training, is_described
+from scripts.command import refuse_keys
 from scripts.widths.widen import width_keys
 from trainer.planning.flops import flops_per_token
 
@@ -59,6 +60,7 @@ def load_target(job: str, overrides: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: it is not valid, or has what a ladder does not scale.
     """
+    refuse_keys(overrides, [*_ON_ONE_AXIS, *_LEFT_OUT], "a ladder's runs choose this themselves; leave it out")
     loaded = load(job, (*overrides, *words(_ON_ONE_AXIS | _LEFT_OUT)), 1)
     if loaded.config.stages:
         raise ConfigError("a ladder has runs of one stage only, and the job has [[stages]]")

@@ -35,6 +35,7 @@ OWNER = ("--fsdp.partition", "owner", "--mesh.dp_shard", "1")
 MUON = ("--optimizer.name", "muon")
 AT_ONCE = ("--training.micro_batch_size", "4")
 TWO_AT_ONCE = ("--training.micro_batch_size", "2")
+AVERAGE = ("--average.interval", "2", "--average.dtype", "bfloat16")
 ROUNDED = ("--fsdp.owner_broadcast_dtype", "bfloat16")
 CUT = ("--mesh.tp", "2")
 EXPERTS = (*words_of(MOE), "--mesh.ep", "2")
@@ -223,12 +224,14 @@ def weights_of_model():
 
 
 def state_bytes(words):
-    """(bytes of optimizer state and masters here, the formula's for all ranks, the estimate's)."""
+    """(bytes of optimizer state, masters and average here, the formula's for all ranks, the estimate's)."""
     learner = learner_of(settings(words))
     own = [tensor for state in learner.optimizer.state.values() for tensor in state.values()]
     parameters = {_storage(parameter.to_local()) for parameter in learner.parameters.values()}
     masters = (t.to_local() if isinstance(t, DTensor) else t for t in learner.optimizer.owned().values())
     own += [tensor for tensor in masters if _storage(tensor) not in parameters]
+    if learner.average:
+        own += [_local(tensor) for tensor in learner.average.state().values() if tensor.ndim]
     sizes = learner.mesh.sizes
     elements = {name: parameter.to_local().numel() for name, parameter in learner.parameters.items()}
     formula = optimizer_bytes(learner.config, sizes, elements)
@@ -252,7 +255,17 @@ def test_bytes_of_state(ranks, options):
         assert max(here) < 1.1 * sum(here) / 4
 
 
-@pytest.mark.parametrize("options", [(), ROUNDED, (*MUON, *ROUNDED)], ids=["AdamW", "masters", "Muon, masters"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ROUNDED,
+        (*MUON, *ROUNDED),
+        (*MUON, *AVERAGE),
+        (*MUON, *ROUNDED, *AVERAGE),
+    ],
+    ids=["AdamW", "masters", "Muon, masters", "Muon, average", "Muon, masters, average"],
+)
 def test_bytes_of_state_beside_other_axes(ranks, options):
     here, formula, estimates = zip(*ranks(4, state_bytes, owners(2, *CUT, *options)), strict=True)
     assert list(here) == [formula[0][rank // 2] for rank in range(4)]  # tensor-parallel ranks are neighbours

@@ -78,6 +78,8 @@ def test_a_fork_needs_nothing_of_its_run_and_is_resumed_as_it_was_made(tmp_path,
         (["--optimizer.name", "lion"], "--optimizer.name: the checkpoint has the state of adamw"),
         (["--optimizer.lrr", "1"], "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         (["--training.global_batch_size", "7"], "global_batch_size"),
+        (["--job.name=other"], "--job.name: --output FOLDER names the new run, and its folder"),
+        (["--checkpoint.load", "4"], "--checkpoint.load: a fork sets it itself; leave it out"),
     ],
 )
 def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, words, said):

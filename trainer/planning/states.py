@@ -16,6 +16,8 @@ from trainer.planning.skeleton import Skeleton, skeleton
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 """Bytes of an element, by dtype."""
+AVERAGE = "average"
+"""Key of a parameter's average among the tensors of its state."""
 
 
 _frozen: dict[tuple[Skeleton, str], frozenset[str]] = {}
@@ -36,8 +38,9 @@ def optimizer_bytes(
     """Bytes of optimizer state, for each rank that holds a different part of it, in order.
 
     What never trains has none. An owner that sends rounded parameters also keeps them in full precision. An owner's
-    rule that needs whole matrices (Muon's) has them whole, even if tensor parallelism shards the parameters. What an
-    update exchanges is not counted, since it is freed before activations appear.
+    rule that needs whole matrices (Muon's) has its state for them whole, even if tensor parallelism shards the
+    parameters; so are the parameters in full precision and their average, but not the average of others. What an update
+    exchanges is not counted, since it is freed before activations appear.
 
     Args:
         config, sizes: the job and its mesh.
@@ -50,19 +53,21 @@ def optimizer_bytes(
     frozen = always_frozen(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
     owners = _owners(sizes, model, elements)
-    states: dict[tuple, list[Tensor]] = {}  # of many parameters, few differ
+    states: dict[tuple, dict[str, Tensor]] = {}  # of many parameters, few differ
     for name, size in elements.items():
         own = masters * size
         if name not in frozen:
             shape = model.shapes[name]
             kind = (shape, model.block_of(name) is None, model.is_of_experts(name))  # what a rule is chosen by
             if kind not in states:
-                states[kind] = list(_state(config, model, name).values())
+                states[kind] = _state(config, model, name)
             is_gathered = sizes.by_owner and model.tp_dimension(name) is not None
             whole = sizes.tp if is_gathered and _rule(config, model, name).hidden_matrices_only else 1
-            own *= whole
-            for tensor in states[kind]:
-                own += tensor.itemsize * (size * whole if tensor.shape == shape else tensor.numel())
+            kept = whole if config.fsdp.owner_broadcast_dtype else 1
+            own *= kept
+            for key, tensor in states[kind].items():
+                times = kept if key == AVERAGE else whole
+                own += tensor.itemsize * (size * times if tensor.shape == shape else tensor.numel())
         for owner in owners[name]:
             total[owner] += own
     return total
@@ -114,6 +119,6 @@ def _state(config: Config, model: Skeleton, name: str) -> dict[str, Tensor]:
     if key not in _states:
         parameter = torch.empty(shape, dtype=getattr(torch, config.training.dtype), device="meta")
         kept = parameter.bfloat16() if config.average.dtype == "bfloat16" else parameter
-        average = {"average": kept} if config.average.interval else {}
+        average = {AVERAGE: kept} if config.average.interval else {}
         _states[key] = rule(config.optimizer).state(parameter) | average
     return _states[key]

@@ -72,8 +72,11 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
     Raises:
         ConfigError: the ranks cannot form the mesh.
     """
-    eager = with_keys(config, compile={"enable": False}, optimizer={"moments_dtype": "float32"})
-    eager = eager.model_copy(update={"attention": Attention()})  # on a CPU; kernels communicate nothing
+    rule = {"name": "adamw"} if config.optimizer.name == "ademamix" else {}  # which reads its count of updates
+    optimizer = {"moments_dtype": "float32", **rule}
+    eager = with_keys(config, compile={"enable": False}, optimizer=optimizer, metrics={"fingerprint": False})
+    # On a CPU; kernels communicate nothing, nor do element-wise rules.
+    eager = eager.model_copy(update={"attention": Attention()})
     with fake_ranks(world_size, rank):
         mesh = build_mesh(mesh_sizes(eager, world_size), torch.device("cpu"))
         stages, names = build_stages(eager, mesh)
@@ -87,7 +90,7 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
 
 
 def record_step(learner: Learner) -> dict[Collective, Traffic]:
-    """The communication of a learner, real or fake, in a step, without its loss's scalars; largest first."""
+    """The communication of a learner, real or fake, in a step, without its loss's scalars and its fingerprint."""
     with _Recorder(learner.mesh) as recorder:
         _train(learner)
     return dict(sorted(recorder.traffic.items(), key=lambda item: -item[1].n_bytes))

@@ -65,5 +65,5 @@ def test_what_is_refused(tmp_path, capsys):
     with pytest.raises(UserError, match="is of another model"):
         average([one, other], tmp_path / "out", NOTHING)
     assert script.main(["average", str(tmp_path / "run"), str(tmp_path / "out"), "--last", "2"]) == 1
-    assert "--last 2, but there are 1 checkpoints" in capsys.readouterr().err
+    assert f"--last 2: {tmp_path}/run/checkpoints has only 1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

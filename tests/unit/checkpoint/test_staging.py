@@ -44,6 +44,23 @@ def test_what_is_free(tmp_path):
     assert free_memory() > 1 << 20
 
 
+@pytest.mark.parametrize("name", ["/", "/of/the/host"])  # a container may see its own name, or that on the host
+def test_what_is_free_in_control_groups_of_version_1(tmp_path, name):
+    files = {
+        "proc/meminfo": "MemTotal:   900 kB\nMemAvailable:   500 kB\n",
+        "proc/self/cgroup": f"9:name=systemd:/\n8:pids:/\n3:memory:{name}\n0::{name}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 400\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert free_memory(tmp_path) == 500 * 1024
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("4000\n")
+    assert free_memory(tmp_path) == 1400
+
+
 def checked(folder, **settings):
     """A manager that has looked for room, and what it has said."""
     log = []

@@ -132,6 +132,14 @@ def test_missing_keys_name_table_and_file():
     ]
 
 
+def test_a_missing_table_without_required_keys_is_to_be_added():
+    with open("short.toml", "w", encoding="utf-8") as file:
+        file.write(JOB.replace("[lr_schedule]\ntotal_steps = 10\n", ""))
+    with pytest.raises(ConfigError) as caught:
+        load("short.toml")
+    assert str(caught.value) == "short.toml: the table [lr_schedule] is missing; add it"
+
+
 def test_a_missing_key_is_one_line_however_long_its_description():
     with open("short.toml", "w", encoding="utf-8") as file:
         file.write(JOB + '[data.prepare]\noutput = "x"\n')

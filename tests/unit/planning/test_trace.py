@@ -54,6 +54,14 @@ def test_exact_replicas_gather_the_sum_once_a_step():
     assert exact[Collective("all_gather", "replicas")] == Traffic(groups, elements * 4)
 
 
+def test_what_reads_values_of_a_step_is_traced_without_it():
+    owners = ("--fsdp.partition", "owner", "--mesh.dp_shard", "1", "--mesh.dp_replicate", "2")
+    _, plain = traced(2, 2, *owners)
+    _, other = traced(2, 2, *owners, "--optimizer.name", "ademamix", "--metrics.fingerprint", "true")
+    assert Collective("broadcast", "replicas") in plain
+    assert other == plain
+
+
 def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back():
     config, traffic = traced(4, 4, "--mesh.pp", "4", rank=1)
     # Before them torch 2.11 opens each of the two channels, with an empty and a one-element message.

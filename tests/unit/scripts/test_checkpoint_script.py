@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from checkpoint.manifest import read_manifest, step_folder, steps_in
 from scripts.checkpoint import main
+from tests.forbidden import refuse_to_list
 from tests.torture.damage import make_manager, state
 
 
@@ -53,6 +54,12 @@ def test_list(run, capsys):
     [line] = [line for line in out.splitlines() if line.split()[:2] == ["4", "400"]]
     assert "1.5000" in line
     assert read_manifest(of(run, 4)).run_id[:8] in line
+
+
+def test_a_folder_that_may_not_be_read_is_not_said_to_be_empty(run, capsys, monkeypatch):
+    refuse_to_list(run / "checkpoints", monkeypatch)
+    assert script("list", run) == 1
+    assert f"error: {run}/checkpoints: Permission denied" in capsys.readouterr().err
 
 
 def test_show(run, capsys):

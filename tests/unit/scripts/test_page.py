@@ -23,6 +23,7 @@ from scripts.page.figures import _NOT_DRAWN, MOST_NAMES, MOST_POINTS, NOTES, cha
 from scripts.page.html import page
 from scripts.page.ranking import ranking
 from scripts.page.recorded import read_run
+from tests.forbidden import refuse_in, refuse_to_list
 from tests.unit.scripts.test_flags import BEGAN, launch, noise, write_run
 from tests.unit.trainer.test_metrics_page import documented
 
@@ -437,6 +438,20 @@ def test_a_folder_of_runs_with_one_that_failed_before_its_first_step(tmp_path, c
     assert report.main(["runs/a", "runs/b"]) == 0
     text = (tmp_path / "report.html").read_text()
     assert text.index('id="charts"') > text.index("<article")
+
+
+def test_a_run_that_may_not_be_read_is_left_out_and_its_checkpoints_are_not_needed(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "runs" / "whole", [5.0, 4.0])
+    write_run(tmp_path / "runs" / "hidden", [5.0, 4.0])
+    (tmp_path / "runs" / "whole" / "checkpoints").mkdir()
+    refuse_to_list(tmp_path / "runs" / "whole" / "checkpoints", monkeypatch)
+    for name in ("is_file", "exists"):
+        refuse_in(tmp_path / "runs" / "hidden", name, monkeypatch)
+    assert report.main([str(tmp_path / "runs"), "--output", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr()
+    hidden = tmp_path / "runs" / "hidden" / "metrics.jsonl"
+    assert f"{hidden} can't be read: Permission denied; this run is left out" in printed.out + printed.err
+    assert "whole" in (tmp_path / "page.html").read_text()
 
 
 def test_a_page_is_written_again_while_a_run_is_running(tmp_path, capsys, monkeypatch):

@@ -100,6 +100,11 @@ def test_what_cannot_be_replayed(recorded, copy, tmp_path):
         said_by(replay, recorded, 21)
     with pytest.raises(ConfigError, match=r"mesh\.tpp"):
         said_by(replay, recorded, 9, words=["--mesh.tpp", "2"])
+    before = snapshot(recorded)
+    for key, value in (("job.output_dir", recorded), ("training.steps", 20), ("checkpoint.load", "latest")):
+        with pytest.raises(ConfigError, match=f"^--{key}: a replay sets it itself; leave it out"):
+            said_by(replay, recorded, 9, words=[f"--{key}={value}"])
+    assert snapshot(recorded) == before
     (copy / "fingerprints.jsonl").unlink()
     with pytest.raises(UserError, match=r"are recorded with metrics\.fingerprint = true"):
         said_by(replay, copy, 9)
@@ -218,6 +223,22 @@ def test_a_changed_record(kind, expected, copy):
     if kind != "the loss":
         with pytest.raises(UserError, match="has no fingerprint of step 7"):
             said_by(replay, copy, 7)
+
+
+def test_a_difference_in_bits_alone_has_no_size(copy):
+    """Of a run on another machine, bits of gradients differ, while all that has a size is equal."""
+    file = copy / "fingerprints.jsonl"
+    lines = [json.loads(line) for line in file.open()]
+    for line in lines:
+        if "environment" in line:
+            line["environment"] |= {"torch": "another"}
+        if line.get("step") == 6 and "digests" in line:
+            line["digests"] = line["digests"][8:] + line["digests"][:8]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    holds, said = said_by(replay, copy, 7)
+    assert holds, said
+    assert "the bits may differ, because of torch another -> " in said
+    assert "equal within the bound: steps 6 to 7; losses, norms and samples of gradients are equal" in said
 
 
 @pytest.mark.slow

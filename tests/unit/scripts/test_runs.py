@@ -1,6 +1,5 @@
 """`keel runs`: what it lists."""
 
-import errno
 import json
 import time
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts import runs
+from tests.forbidden import refuse_in
 from tests.unit.scripts.test_flags import write_run
 
 
@@ -42,15 +42,16 @@ def test_a_silent_run_is_listed_as_such(folder, capsys):
     assert " silent " in capsys.readouterr().out
 
 
+def test_a_run_whose_status_is_damaged_is_a_row(folder, capsys):
+    (folder / "a" / "status.json").write_text('{"state": "runn')
+    assert keel_runs(folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{folder}/a  unreadable: its status.json is damaged, or may not be read" in lines
+    assert any(line.startswith(f"{folder}/b  done") for line in lines)
+
+
 def test_a_run_that_may_not_be_read_is_a_row(folder, capsys, monkeypatch):
-    is_file = Path.is_file
-
-    def refuse(path):
-        if path == folder / "a" / "status.json":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return is_file(path)
-
-    monkeypatch.setattr(Path, "is_file", refuse)  # not by chmod, which does not stop root
+    refuse_in(folder / "a", "is_file", monkeypatch)
     assert keel_runs(folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"{folder}/a  unreadable: Permission denied" in lines

@@ -11,7 +11,19 @@ import pytest
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
-from scripts import compare, data, plan, prepare_data, report, sample, train_tokenizer
+from scripts import (
+    benchmark,
+    compare,
+    coordinates,
+    data,
+    ladder,
+    parity,
+    plan,
+    prepare_data,
+    report,
+    sample,
+    train_tokenizer,
+)
 from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
@@ -155,6 +167,52 @@ def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
         load_for_scoring(tmp_path, ("--mesh.tp", "2"), 1)
 
 
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        (
+            coordinates.main,
+            ["debug", "--dims", "64,96", "--training.steps", "9"],
+            "--training.steps: only with --rates",
+        ),
+        (
+            coordinates.main,
+            ["debug", "--dims", "64,96", "--rates", "1,2", "--optimizer.lr=1"],
+            "--optimizer.lr: --rates",
+        ),
+        (benchmark.main, ["loader", "--training.seq_len", "512"], "--training.seq_len 512: the loader is measured"),
+        (compare.main, ["debug", "debug", "--job.output_dir", "here"], "--job.output_dir: --output FOLDER names"),
+        (ladder.main, ["debug", "--job.output_dir", "here"], "--job.output_dir: --output FOLDER names"),
+        (ladder.main, ["debug", "--mesh.tp", "2"], "--mesh.tp: a ladder's runs choose this themselves"),
+    ],
+)
+def test_a_key_without_effect_in_a_command_is_refused(capsys, main, words, said):
+    assert main(words) == 78
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+
+
+def test_steps_that_no_rates_are_trained_for_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        coordinates.main(["debug", "--dims", "96,192", "--rates", "1e-3,2e-3", "--steps", "9"])
+    assert "--rates, which trains to the job's end: --training.steps N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "key", ["training.seed", "optimizer.lr", "lr_schedule.warmup_steps", "average.interval", "data.sources.0.weight"]
+)
+def test_a_score_refuses_the_keys_that_only_training_reads(tmp_path, key):
+    (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
+    with pytest.raises(ConfigError, match=f"^--{key}: without effect on a run that is trained already"):
+        load_for_scoring(tmp_path, (f"--{key}=1",), 1)
+
+
+def test_a_score_takes_the_names_of_own_code(tmp_path):
+    (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
+    job = load_for_scoring(tmp_path, ("--optimizer.name", "lion", "--validation.sequences", "3"), 1)
+    assert (job.config.optimizer.name, job.config.validation.sequences) == ("lion", 3)
+
+
 def run_peers(*words):
     return subprocess.run([sys.executable, "-m", "tests.peers", *words], cwd=ROOT, capture_output=True, text=True)
 
@@ -201,12 +259,24 @@ def test_what_cannot_be_compared_is_a_message(words, message):
         (data.main, ["find", "runs/debug", "text", "--most", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "nan"]),
+        (benchmark.main, ["debug", "--rounds", "0"]),
+        (benchmark.main, ["debug", "--steps", "-1"]),
+        (parity.main, ["--random", "-1"]),
+        (parity.main, ["--ranks", "0"]),
     ],
 )
 def test_an_impossible_number_is_a_message(capsys, main, words):
     with pytest.raises(SystemExit):
         main(words)
     assert f"argument {words[-2]}: {words[-1]} is not a" in capsys.readouterr().err
+
+
+def test_figures_that_can_not_be_written_are_a_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("scripts.benchmarks.bare.loader_speed", lambda: 7.0)
+    assert benchmark.main(["loader", "--json", str(tmp_path / "none" / "speed.json")]) == 1
+    assert f"{tmp_path}/none/speed.json: No such file or directory" in capsys.readouterr().err
+    assert benchmark.main(["loader", "--json", str(tmp_path / "speed.json")]) == 0
+    assert json.loads((tmp_path / "speed.json").read_text()) == {"loader_tokens_per_second": 7.0}
 
 
 def test_a_tokenizer_is_not_written_under_a_name_that_says_otherwise(tmp_path, capsys):
