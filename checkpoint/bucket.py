@@ -21,6 +21,9 @@ from uuid import uuid4
 
 from configs.errors import OutageError, UserError
 
+OLDEST_CLIENT = (0, 9, 2)
+"""The first version of obstore that keeps to the prefix of its URL: 0.9.0 deletes without it, up to 0.9.1 one for Azure
+lacks its first part."""
 AT_ONCE = 4
 """Requests with much data at the same time."""
 _PAUSE_SECONDS = 1.0
@@ -122,6 +125,11 @@ class Bucket:
             import obstore
         except ImportError:
             raise UserError(f"{url} needs the package obstore: pip install 'keel[storage]'") from None
+        if _numbers(obstore.__version__) < OLDEST_CLIENT:
+            raise UserError(
+                f"{url}: obstore {obstore.__version__} deletes or puts objects outside of the place that it was given; "
+                "install a newer one: pip install -U 'keel[storage]'"
+            )
         self._client = obstore
         self._quick = _store(self.url, quick)
         self._patient = _store(self.url, patient)
@@ -278,6 +286,10 @@ def _store(url: str, patience: Patience) -> Any:
 
 def _stored(meta: Any) -> Stored:
     return Stored(meta["size"], (meta["e_tag"] or "").strip('"'), meta["last_modified"].timestamp())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _region(text: str) -> str:

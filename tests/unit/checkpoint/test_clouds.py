@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
+obstore = pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
 
-from checkpoint.bucket import Bucket, BucketError, Patience
-from configs.errors import UserError
-from tests.bucket.clouds import Azure, Google, Kind, Objects, served
+from checkpoint.bucket import Bucket, BucketError, Patience  # noqa: E402
+from configs.errors import UserError  # noqa: E402
+from tests.bucket.clouds import Azure, Google, Kind, Objects, served  # noqa: E402
 
 BRIEF = Patience(request_seconds=20, seconds=1)
 CLOUDS = {"gs": Google, "az": Azure}
@@ -103,6 +103,24 @@ def test_one_message_for_each_thing_that_is_wrong(
     assert (VARIABLES[scheme] in text) == ("the credentials" in said)
     assert raised.value.may_pass is may_pass
     assert "AWS" not in text
+
+
+@pytest.mark.parametrize("version", ["0.8.2", "0.9.0", "0.9.1"])
+def test_a_client_that_leaves_its_place_is_refused(version: str, monkeypatch):
+    monkeypatch.setattr(obstore, "__version__", version)
+    with pytest.raises(UserError, match=f"obstore {version} deletes or puts objects outside of the place"):
+        Bucket("s3://keel/some/run")
+
+
+def test_deletes_keep_to_their_prefix(scheme: str, objects: Objects):
+    objects.put("2", b"another's", create=False)
+    objects.put("run/2", b"another's", create=False)
+    bucket = bucket_of(scheme)
+    bucket.put("2", b"")
+    bucket.delete(["2"])
+    assert objects.get("2")
+    assert objects.get("run/2")
+    assert not objects.get("some/run/2")
 
 
 def test_a_bucket_that_does_not_exist(scheme: str, objects: Objects):
