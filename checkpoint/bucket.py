@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -224,7 +224,7 @@ class Bucket:
         except FileNotFoundError:  # Google and Azure say that one does not exist, and the client leaves others undone
             for key in doomed:
                 with suppress(FileNotFoundError):
-                    self._called(key, lambda key=key: self._client.delete(self._quick, key))  # type: ignore[misc]
+                    self._called(key, partial(self._client.delete, self._quick, key))
 
     def require_usable(self) -> None:
         """Put, read, list and delete an object, so that what is wrong shows before anything is built.
@@ -268,7 +268,7 @@ def _store(url: str, patience: Patience) -> Any:
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if url.startswith("s3:") else ():  # the client panics on these
         if not re.fullmatch(r"https?://[^\s/]+\S*|", value := os.environ.get(name, "")):
             raise UserError(f"{url}: {name} is {value!r}, and must be http://HOST:PORT or https://HOST")
     backoff = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2}
