@@ -107,7 +107,7 @@ _OUTAGES = {
     "429 Too Many": "the server is too busy (429)",
     "kind: Timeout": "the server does not answer in time",
     "kind: Connect|error sending request|connection": "the server can't be reached, or closes the connection",
-    "5\\d\\d ": "the server fails",
+    "status code: 5": "the server fails",
 }
 
 
@@ -247,15 +247,16 @@ class Bucket:
             return action()
         except (self._client.exceptions.BaseError, OSError, ValueError) as error:
             text = str(error)
+            said = _without_names(text, url)
             if isinstance(error, self._client.exceptions.AlreadyExistsError):
                 raise FileExistsError(errno.EEXIST, "it exists already", url) from None
             for pattern, reason in _MISTAKES.items():
-                if re.search(pattern, text):
+                if re.search(pattern, said):
                     what = reason.format(credentials=_CREDENTIALS[self.url.partition("://")[0]])
                     raise BucketError(errno.EACCES, what + _region(text), self.url) from None
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from None
-            reasons = (reason for pattern, reason in _OUTAGES.items() if re.search(pattern, text))
+            reasons = (reason for pattern, reason in _OUTAGES.items() if re.search(pattern, said))
             raise BucketError(errno.EIO, next(reasons, None) or _without_secrets(text), url) from None
 
 
@@ -290,6 +291,13 @@ def _stored(meta: Any) -> Stored:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def _without_names(text: str, url: str) -> str:
+    """The text of an error without the object's name, whose words are no reason: s3://bucket/run/Forbidden-500."""
+    without_paths = re.sub(r"(https?://[^/\s]+)/(?!latest/api/token)\S*", r"\1", text)
+    name = url.partition("://")[2].partition("/")[2].strip("/")
+    return without_paths.replace(name, "") if name else without_paths
 
 
 def _region(text: str) -> str:

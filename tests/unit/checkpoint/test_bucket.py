@@ -538,6 +538,24 @@ def test_one_message_for_each_thing_that_is_wrong(stub, status, code, said, may_
     assert not [secret for secret in SECRETS.values() if secret in str(raised.value)]
 
 
+@pytest.mark.parametrize(
+    "name", ["step-00000563", "AccessDenied", "SlowDown", "connection", "ExpiredToken 500", "100%/503 Service"]
+)
+@pytest.mark.parametrize("status", [418, 404])
+def test_a_name_is_no_reason(stub, name, status):
+    bucket = stub.bucket(lambda _: (status, "Teapot"))
+    actions = [
+        lambda: bucket.put(name, b""),
+        lambda: bucket.get(name),
+        lambda: bucket.look(name),
+        lambda: bucket.list(name),
+    ]
+    for action in actions:
+        with pytest.raises(BucketError if status == 418 else (BucketError, FileNotFoundError)) as raised:
+            action()
+        assert "no such object" in str(raised.value) or str(status) in str(raised.value).replace(name, "")
+
+
 def test_what_passes_is_waited_for(stub):
     stub.bucket(lambda number: (503, "SlowDown") if number < 4 else (200, "")).put("key", b"content")
     assert stub.requests == 4
