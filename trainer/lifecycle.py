@@ -186,8 +186,16 @@ def _replace_status(run_folder: Path, said: dict[str, Any]) -> None:
 def read_status(run_folder: Path) -> dict[str, Any]:
     """Read status.json; empty if there is none, or if it is not in the form of `write_status`."""
     try:
-        status = parse_json(read_file(run_folder / "status.json", MAX_JSON_BYTES))
-    except (OSError, ValueError):
+        return status_in(read_file(run_folder / "status.json", MAX_JSON_BYTES))
+    except OSError:
+        return {}
+
+
+def status_in(content: bytes) -> dict[str, Any]:
+    """The status in the content of a status.json; empty if it is not in the form of `write_status`."""
+    try:
+        status = parse_json(content)
+    except ValueError:
         return {}
     kinds = {"state": str, "step": int, "reason": str, "time": float}
     is_whole = isinstance(status, dict) and all(type(status.get(key)) is kind for key, kind in kinds.items())

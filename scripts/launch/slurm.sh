@@ -3,7 +3,8 @@
 #
 # Two minutes before the time limit, SLURM sends SIGUSR1 to this script, which passes it on; Keel saves and ends, and the
 # job is put back into the queue. It resumes from its newest checkpoint. A mistake in the job (exit code 78) is not
-# repeated. Slurm itself requeues it when a node fails. The run folder and the data must be visible to all hosts.
+# repeated. Slurm itself requeues it when a node fails. The run folder and the data must be visible to all hosts, unless
+# they are in object storage.
 # KEEL_PORT is the port of torchrun's store on the first host; without it, one of 29500 to 32499 that follows from the
 # job's number, since jobs that share a host would meet in one store.
 #SBATCH --job-name=keel
@@ -23,7 +24,7 @@ HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 FIRST_HOST=$(head -n 1 <<<"$HOSTS")
 PORT=${KEEL_PORT:-$((29500 + SLURM_JOB_ID % 3000))}
 # What an earlier launch has said, which has a time in it.
-BEFORE=$(cat "$FOLDER/status.json" 2>/dev/null)
+BEFORE=$(python scripts/launch/state.py "$FOLDER")
 # srun passes it to all hosts: the key of the hash that Keel's values in torchrun's store have (docs/stopping.md).
 export KEEL_SECRET="${KEEL_SECRET:-$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')}"
 
@@ -47,9 +48,10 @@ CODE=$?
 
 # torchrun turns every exit code into 1, so status.json decides; that of an earlier launch would requeue forever a job
 # that fails before it writes its own.
+NOW=$(python scripts/launch/state.py "$FOLDER")
 STATE=unknown
-if [ "$(cat "$FOLDER/status.json" 2>/dev/null)" != "$BEFORE" ]; then
-    STATE=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["state"])' "$FOLDER/status.json" || echo unknown)
+if [ -n "$NOW" ] && [ "$NOW" != "$BEFORE" ]; then
+    STATE=${NOW%% *}
 fi
 echo "the run is $STATE (torchrun's exit code: $CODE)"
 if [ "$STATE" = preempted ]; then

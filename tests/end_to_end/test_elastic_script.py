@@ -21,6 +21,11 @@ END=$(head -n $((BASH_REMATCH[1] + 1)) <<<"$ENDS" | tail -n 1)
 case $END in
     done) exit 0 ;;
     closed) echo "torch.distributed.elastic.rendezvous.api.RendezvousClosedError" >&2 ;;
+    mistake)
+        echo "error: --training.steps: 7 is wrong" >&2
+        echo "failed (exitcode: 78) local_rank: 0 (pid: 10815) of binary: python" >&2
+        exec sleep 600
+        ;;
     hangs) exec sleep 600 ;;
 esac
 exit 1
@@ -32,8 +37,8 @@ def store() -> TCPStore:
     return new_store()
 
 
-def loop(base: Path, host: str, ends: str, port: int) -> subprocess.Popen:
-    """The script on one host, whose torchrun ends in these ways, by rounds."""
+def loop(base: Path, host: str, ends: str, port: int, run: str = "") -> subprocess.Popen:
+    """The script on one host, whose torchrun ends in these ways, by rounds; the run is the host's own, if not `run`."""
     programs = base / "programs"
     programs.mkdir(exist_ok=True)
     (programs / "torchrun").write_text(TORCHRUN)
@@ -45,7 +50,7 @@ def loop(base: Path, host: str, ends: str, port: int) -> subprocess.Popen:
         "KEEL_RENDEZVOUS": f"127.0.0.1:{port}",
         "KEEL_JOB": "job",
         "KEEL_SECRET": "s" * 32,
-        "KEEL_RUN_FOLDER": str(base / f"run-{host}"),
+        "KEEL_RUN_FOLDER": run or str(base / f"run-{host}"),
         "KEEL_PAUSE_SECONDS": "1",
     }
     command = [ROOT / "scripts/launch/elastic.sh", "debug", "--training.steps", "7"]
@@ -71,6 +76,20 @@ def test_hosts_meet_in_the_round_after_a_closed_one_and_hear_of_the_end(tmp_path
     assert list(dict.fromkeys(rounds(tmp_path, "a"))) == ["job-0", "job-1", "job-2"]
     assert "torchrun has ended (1); starting it again" in said[1]
     assert "the job job has come to its end" in said[1]
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_job_ends_it_on_all_hosts(tmp_path, store):
+    """torchrun would start the ranks again, a thousand times."""
+    first = loop(tmp_path, "a", "mistake", store.port, run="s3://bucket/run")
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 78, said
+    message = "the job has a mistake, and is not started again\nerror: --training.steps: 7 is wrong\n"
+    assert message in said
+    assert "--job.output_dir s3://bucket/run --elastic.enable true" in (tmp_path / "a.calls").read_text()
+    second = loop(tmp_path, "b", "done", store.port)
+    assert "the job job has come to its end" in second.communicate(timeout=120)[0]
+    assert rounds(tmp_path, "b") == []
 
 
 def new_store() -> TCPStore:

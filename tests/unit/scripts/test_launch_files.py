@@ -5,18 +5,23 @@
 Here `srun`, `scontrol` and `scancel` are stand-ins; tests/slurm hands the same files in to a real Slurm.
 """
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
+from checkpoint.bucket import Bucket
 from configs.command_line import parse_command_line
 from configs.load import load
+from scripts.launch import state
 from scripts.prepare_data import prepare_parser
 from tests.conftest import ROOT
 
@@ -29,14 +34,16 @@ while true; do sleep 0.05; done
 """
 RUN = """
 mkdir -p run
-write() { echo "{\\"state\\": \\"$1\\"}" > run/status.json; }
+write() { printf '{"state": "%s", "step": 1, "reason": "", "time": %s}' "$1" "$(date +%s.%N)" > run/status.json; }
 trap 'echo USR1 > signalled; write preempted; exit 1' USR1
 echo "$KEEL_SECRET" > secret
+env | grep -E "^KEEL_(RENDEZVOUS|JOB|HOSTS)=" | sort -r > told
 echo "$@" > started
 echo $$ > srun.pid
 if [ -n "${CODE:-}" ]; then [ -n "${STATE:-}" ] && write "$STATE"; exit "$CODE"; fi
 while true; do sleep 0.05; done
 """
+EARLIER = {"state": "preempted", "step": 1, "reason": "", "time": 1.5}
 
 
 @pytest.fixture
@@ -49,11 +56,12 @@ def cluster(tmp_path, monkeypatch):
         "scancel": 'kill -USR1 "$(cat srun.pid)"',
     }
     (tmp_path / "bin").mkdir()
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")  # the files are handed in from the checkout
     for name, text in commands.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     for name, value in {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "host-[1-2]",
         "SLURM_NNODES": "2",
@@ -103,10 +111,42 @@ def test_a_run_that_ends_is_not_repeated(cluster, script, environment, code):
         assert re.fullmatch("[0-9a-f]{64}\n", (cluster / "secret").read_text())  # of all hosts: srun passes it on
 
 
+def test_the_hosts_of_an_elastic_run_meet_in_a_store_on_the_first_one(cluster):
+    """Nobody listens on host-1 here, so the store ends at once, and the script ends the hosts."""
+    process = begun(cluster, "slurm_elastic.sh", SLURM_RESTART_COUNT="2")
+    assert process.wait(60) != 0
+    assert "scripts/launch/elastic.sh debug --job.name a b" in (cluster / "started").read_text()
+    told = "KEEL_RENDEZVOUS=host-1:29517\nKEEL_JOB=17-2\nKEEL_HOSTS=1:2\n"
+    assert (cluster / "told").read_text() == told
+    assert re.fullmatch("[0-9a-f]{64}\n", (cluster / "secret").read_text())
+    assert not (cluster / "requeued").exists()
+
+
+def test_the_state_of_a_run_in_a_folder_and_in_a_bucket(cluster, capsys, monkeypatch):
+    """What the launch files decide by."""
+    (cluster / "run").mkdir()
+    state.main([str(cluster / "run")])
+    (cluster / "run" / "status.json").write_text(json.dumps(EARLIER))
+    state.main([str(cluster / "run")])
+    buckets = {"s3://bucket/run": EARLIER, "s3://bucket/other": None}
+
+    def get(bucket, key):
+        assert key == "status.json"
+        if buckets[bucket.url] is None:
+            raise FileNotFoundError(key)
+        return json.dumps(buckets[bucket.url]).encode()
+
+    monkeypatch.setattr(Bucket, "__init__", lambda bucket, url, *_: setattr(bucket, "url", url))
+    monkeypatch.setattr(Bucket, "get", get)
+    for url in buckets:
+        state.main([url])
+    assert capsys.readouterr().out.splitlines() == ["none 0", "preempted 1.5", "preempted 1.5", "none 0"]
+
+
 def test_what_an_earlier_launch_has_said_requeues_nothing(cluster):
     """Else a job that fails before it writes its own status, such as in torchrun, is requeued forever."""
     (cluster / "run").mkdir()
-    (cluster / "run" / "status.json").write_text('{"state": "preempted"}')
+    (cluster / "run" / "status.json").write_text(json.dumps(EARLIER))
     assert begun(cluster, "slurm.sh", CODE="1").wait(60) == 1
     assert (cluster / "started").exists()
     assert not (cluster / "requeued").exists()
