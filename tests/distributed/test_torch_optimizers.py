@@ -109,9 +109,12 @@ def test_a_run_moves_to_another_mesh(ranks, tmp_path, move):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["NAdam", "Adagrad"])
 @pytest.mark.parametrize(
-    "mesh", ["--mesh.dp_shard 2", "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner"]
+    ("kind", "mesh"),
+    [
+        ("Adagrad", "--mesh.dp_shard 2"),
+        ("NAdam", "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner"),
+    ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, tmp_path, kind, mesh):
     words = tuple(f"{mesh} --optimizer.name torch.optim:{kind} --metrics.tensorboard false".split())

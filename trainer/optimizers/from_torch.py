@@ -1,17 +1,18 @@
 """Any `torch.optim.Optimizer` that updates each element by itself, as a rule: `optimizer.name = "torch.optim:Adamax"`.
 
 The class is given plain tensors, this rank's parts of the parameters, so it knows nothing of meshes. What it keeps of a
-parameter is found by one update of a tiny one. Then it is allocated ahead, like the state of every rule, and lent to
+parameter is found by two updates of a tiny one. Then it is allocated ahead, like the state of every rule, and lent to
 the class for each update. Only the class knows the values with which its state begins. So it is lent none of a
-parameter that has not been updated, and what it creates then is copied.
+parameter that has not been updated, and what it creates then is copied. Some classes count steps in their groups; the
+count is kept with each parameter, since meshes cut groups.
 
 `elementwise.py` checks that the class computes the same on parts as on the whole, and keeps nothing elsewhere.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ REMEDY = (
     "Ranks hold parts of matrices, so the mesh would change the run; take another optimizer, or write a Rule with "
     "hidden_matrices_only (docs/own_models.md), which gets whole ones"
 )
+_COUNT = "group_"
+"""What the keys of such counts begin with; the rest is the class's name for it."""
 _OF_GROUPS = ("lr", "weight_decay")
 """Those that differ between groups, or steps."""
 _TINY = (2, 3, 4, 5)
@@ -46,9 +49,10 @@ class FromTorch(TrainingOptimizer):
         trained = [p for group in self.param_groups if not group["freeze"] for p in group["params"]]
         self._plain = {parameter: Parameter(local_part(parameter.detach())) for parameter in trained}
         self._inner = rule.instance([self._plain_group(group) for group in self.param_groups])
+        self._at_first = [dict(group) for group in self._inner.param_groups]
 
     def _plain_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        plain = [self._plain[parameter] for parameter in group["params"] if parameter in self._plain]
+        plain = [self._plain[parameter] for parameter in self._trained(group)]
         return {"params": plain, **self._rule.settings(group)}
 
     def take_what_exists(self) -> None:
@@ -61,22 +65,42 @@ class FromTorch(TrainingOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient; `closure` is not supported."""
-        for group, plain_group in zip(self.param_groups, self._inner.param_groups, strict=True):
-            plain_group.update(self._rule.settings(group))
         trained = [parameter for parameter in self._plain if parameter.grad is not None]
         has_started = {parameter: bool(self.state[parameter][STARTED]) for parameter in trained}
         for parameter in trained:
             if not has_started[parameter]:  # by itself: its new state is in memory twice
                 self._update([parameter])
-        self._update([parameter for parameter in trained if has_started[parameter]])
+        self._update([parameter for parameter in trained if has_started[parameter]])  # none: steps are counted still
+        self._keep_counts()
 
     def _update(self, parameters: Collection[Parameter]) -> None:
-        if not parameters:
-            return
+        self._set_groups()
         lent = {parameter: self._lend(parameter) for parameter in parameters}
         self._inner.step()
         for parameter, state in lent.items():
             self._take_back(parameter, state)
+
+    def _set_groups(self) -> None:
+        """Give the groups of the class this step's settings, and their counts before this step."""
+        for group, inner, at_first in zip(self.param_groups, self._inner.param_groups, self._at_first, strict=True):
+            inner.clear()
+            inner.update(at_first | self._rule.settings(group))
+            for parameter in self._trained(group)[:1]:
+                counts = self._counts(parameter)
+                inner.update({name: int(count) for name, count in counts.items() if count})
+
+    def _keep_counts(self) -> None:
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for parameter in self._trained(group):
+                for name, count in self._counts(parameter).items():
+                    count.fill_(inner[name])
+
+    def _trained(self, group: dict[str, Any]) -> list[Parameter]:
+        return [parameter for parameter in group["params"] if parameter in self._plain]
+
+    def _counts(self, parameter: Parameter) -> dict[str, Tensor]:
+        """The counts of steps of a parameter's group, by the class's name."""
+        return {name: self.state[parameter][_COUNT + name] for name in self._rule.counts(parameter)}
 
     def _lend(self, parameter: Parameter) -> dict[str, Any]:
         """Give the class a parameter, whose memory FSDP may have moved, its gradient and state; returns the state."""
@@ -101,11 +125,11 @@ class FromTorch(TrainingOptimizer):
         _release(plain)
         state = _without_none(self._inner.state.pop(plain, {}))
         own = self.state[parameter]
-        if state.keys() != own.keys() - {STARTED}:
+        kept = self._rule.kept(parameter)
+        if state.keys() != kept.keys():
             raise ConfigError(
-                f'"{self._rule.config.name}" keeps {_listed(state)} of a parameter now, and kept '
-                f"{_listed(own.keys() - {STARTED})} of a tiny one after its first update; Keel allocates that ahead, "
-                "so a class must keep the same at all times"
+                f'"{self._rule.config.name}" keeps {_listed(state)} of a parameter now, and kept {_listed(kept)} of a '
+                "tiny one after two updates; Keel allocates that ahead, so a class must keep the same at all times"
             )
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -123,9 +147,11 @@ class TorchRule(rule.Rule):
     """See `keys_of`."""
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        started = torch.zeros((), device="meta" if parameter.is_meta else "cpu")
-        kept = self.kept(parameter)
-        return {STARTED: started} | {key: _allocated(value, parameter) for key, value in kept.items()}
+        tried = self._tried(parameter)
+        kept = {key: _allocated(value, parameter) for key, value in tried.kept.items()}
+        device = "meta" if parameter.is_meta else "cpu"
+        counts = {_COUNT + name: torch.zeros((), dtype=torch.int64, device=device) for name in tried.counts}
+        return {STARTED: torch.zeros((), device=device)} | kept | counts
 
     def without_state(self, groups: list[dict[str, Any]]) -> FromTorch:
         return FromTorch(groups, self)
@@ -146,39 +172,70 @@ class TorchRule(rule.Rule):
         """The values of a group that the class has, too."""
         return {key: group[key] for key in _OF_GROUPS if key in self.common}
 
-    @cached_property
-    def _found(self) -> dict[tuple, dict[str, Any]]:
-        return {}
-
     def kept(self, parameter: Tensor) -> dict[str, Any]:
-        """What the class keeps of such a parameter, with the values after an update of a tiny one.
+        """What the class keeps of such a parameter, with the values of a tiny one; raises as `_trial`."""
+        return self._tried(parameter).kept
 
-        Raises:
-            ConfigError: it is neither a number nor like the parameter.
-        """
+    def counts(self, parameter: Tensor) -> Sequence[str]:
+        """The names by which the class counts steps in its groups; raises as `_trial`."""
+        return self._tried(parameter).counts
+
+    def _tried(self, parameter: Tensor) -> "_Tried":
         device = torch.device("cpu") if parameter.is_meta else parameter.device
         key = device.type, parameter.dtype, parameter.ndim
-        if key not in self._found:
+        if key not in self._trials:
             tiny = torch.ones(_TINY[: parameter.ndim], dtype=parameter.dtype, device=device)
-            self._found[key] = self._kept_of(tiny)
-        return self._found[key]
+            self._trials[key] = self._trial(Parameter(tiny))
+        return self._trials[key]
 
-    def _kept_of(self, tiny: Tensor) -> dict[str, Any]:
-        parameter = Parameter(tiny.clone())
-        parameter.grad = tiny.clone()
+    @cached_property
+    def _trials(self) -> dict[tuple, "_Tried"]:
+        return {}
+
+    def _trial(self, parameter: Parameter) -> "_Tried":
+        """Update a tiny parameter, and see what the class keeps.
+
+        Raises:
+            ConfigError: something is neither a number nor like the parameter, or in a group and no count.
+        """
         optimizer = self.instance([{"params": [parameter]}])
-        with torch.no_grad():
-            optimizer.step()
+        groups = [dict(optimizer.param_groups[0])]
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            with torch.no_grad():
+                optimizer.step()
+            groups.append(dict(optimizer.param_groups[0]))
         kept = _without_none(optimizer.state[parameter])
         for key, value in kept.items():
-            is_number = isinstance(value, (int, float))
-            if not is_number and not (isinstance(value, Tensor) and value.shape in ((), tiny.shape)):
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+            if not is_number and not (isinstance(value, Tensor) and value.shape == parameter.shape):
                 what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
                 raise ConfigError(
                     f'"{self.config.name}" {NOT_ELEMENTWISE}: of a matrix it keeps {key}, of {what}, where others keep '
                     f"numbers, and tensors like the matrix. {REMEDY}"
                 )
-        return kept
+        return _Tried(kept, self._counts_in(groups))
+
+    def _counts_in(self, groups: Sequence[dict[str, Any]]) -> list[str]:
+        """The names of counts in a group, seen before, between and after two steps."""
+        before, between, after = ({key: each[key] for key in each if key != "params"} for each in groups)
+        changed = [key for key in after if key not in before or before[key] != after[key]]
+        for key in changed:
+            if type(after[key]) is not int or after[key] != between.get(key, 0) + 1:
+                raise ConfigError(
+                    f'"{self.config.name}" keeps {key} in its groups, which a checkpoint does not have; of what '
+                    "changes there, Keel keeps counts of steps alone"
+                )
+        return changed
+
+
+class _Tried(NamedTuple):
+    """What a class keeps, seen in a trial."""
+
+    kept: dict[str, Any]
+    """State of a parameter, with the values of a tiny one."""
+    counts: Sequence[str]
+    """Names of counts of steps in its groups."""
 
 
 def _release(plain: Parameter) -> None:
@@ -189,10 +246,10 @@ def _release(plain: Parameter) -> None:
 
 def _allocated(value: Any, parameter: Tensor) -> Tensor:
     """Memory for what the class keeps of a parameter: for such a value after an update of a tiny one."""
-    if isinstance(value, Tensor) and value.ndim:
+    if isinstance(value, Tensor) and value.numel() > 1:
         return torch.zeros_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
-    dtype, device = (value.dtype, value.device) if isinstance(value, Tensor) else (torch.float64, "cpu")
-    return torch.zeros((), dtype=dtype, device="meta" if parameter.is_meta else device)
+    number = value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64)
+    return torch.zeros_like(number, device="meta" if parameter.is_meta else number.device)
 
 
 def _without_none(state: dict[str, Any]) -> dict[str, Any]:

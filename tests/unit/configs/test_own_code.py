@@ -169,7 +169,7 @@ class InGroup(Whole):
     def direction(self, grad): return grad
 
     def move(self, p, by, group):
-        group["t"] += 1
+        group["t"] += 0.5
         p.sub_(by / group["t"])
 
 
@@ -290,7 +290,7 @@ def test_what_the_plan_lacks_is_refused(job, words, part):
         ),
         ("optimizer.name", "wrong_optimizers:NormedRule", "does not update each element by itself: a small matrix"),
         ("optimizer.name", "wrong_optimizers:Attribute", "does not go on from its state: resumed after update 4"),
-        ("optimizer.name", "wrong_optimizers:InGroup", "A checkpoint has what it keeps in state[parameter]"),
+        ("optimizer.name", "wrong_optimizers:InGroup", "keeps t in its groups, which a checkpoint does not have; of"),
         ("optimizer.name", "wrong_optimizers:Replacing", "computes something else in Keel than alone: it must write"),
         ("optimizer.name", "wrong_optimizers:Failing", "raises ZeroDivisionError: division by zero in "),
         ("optimizer.name", "wrong_optimizers:NoLr", "NoLr takes no lr, which the schedule sets for each step"),

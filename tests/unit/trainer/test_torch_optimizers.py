@@ -24,12 +24,17 @@ ALONE = {
     "RMSprop": {"eps": 1e-6, "centered": True, "momentum": 0.9},
     "Rprop": {"etas": (0.6, 1.1)},
     "SGD": {"momentum": 0.9, "dampening": 0.5},
+    "CountingInGroup": {},
 }
 """Classes, and their arguments beside lr and weight_decay."""
 
 
+def class_of(kind: str) -> type[torch.optim.Optimizer]:
+    return globals().get(kind) or getattr(torch.optim, kind)
+
+
 def config_of(kind: str) -> Optimizer:
-    name = f"torch.optim:{kind}"
+    name = f"{class_of(kind).__module__}:{kind}"
     admit(name, "optimizer.name")
     keys = {key: ALONE[kind][key] for key in ("betas", "eps") if key in ALONE[kind]}
     options = {key: value for key, value in ALONE[kind].items() if key not in keys}
@@ -67,7 +72,7 @@ def alone(kind: str) -> dict[str, Parameter]:
     for name, parameter in parameters.items():
         decay = 0.1 if parameter.ndim > 1 and not name.startswith("embed") else 0.0
         groups.append({"params": [parameter], **({"weight_decay": decay} if has_decay else {})})
-    optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **ALONE[kind])
+    optimizer = class_of(kind)(groups, lr=0.01, **ALONE[kind])
     for step in range(STEPS):
         set_gradients(parameters, step)
         for group, name in zip(optimizer.param_groups, parameters, strict=True):
@@ -109,7 +114,7 @@ def test_its_state_is_the_classs_own_and_whether_it_has_begun(kind):
     parameters = parameters_of()
     optimizer = build_optimizer(config_of(kind), list(parameters.items()))
     before = {name: tensor.data_ptr() for name, tensor in optimizer_state(optimizer, parameters).items()}
-    theirs = getattr(torch.optim, kind)(parameters_of().values(), lr=0.01, **ALONE[kind])
+    theirs = class_of(kind)(parameters_of().values(), lr=0.01, **ALONE[kind])
     for p in theirs.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     theirs.step()
@@ -120,10 +125,31 @@ def test_its_state_is_the_classs_own_and_whether_it_has_begun(kind):
     for name, p in zip(parameters, theirs.param_groups[0]["params"], strict=True):
         own = {key: (value.dtype, value.shape) for key, value in theirs.state[p].items() if value is not None}
         own["started"] = (torch.float32, torch.Size(()))
+        own |= {"group_step": (torch.int64, torch.Size(()))} if "step" in theirs.param_groups[0] else {}
         prefix = f"optimizer.{name}."
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         assert {key: (value.dtype, value.shape) for key, value in found.items()} == own
         assert found["started"] == 1.0
+
+
+class CountingInGroup(torch.optim.Optimizer):
+    """Counts steps in its groups, and keeps a number as a tensor of one element."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["product"] = torch.ones(1)
+                state["product"] *= 0.9
+                p.sub_(p.grad * state["product"].item() * (group["lr"] / group["step"]))
 
 
 class Counting(torch.optim.Optimizer):
@@ -183,7 +209,7 @@ def test_a_state_that_changes_later_is_one_message():
         def step(self, closure=None):
             super().step()
             for state in self.state.values():
-                if state["step"] == 2:
+                if state["step"] == 3:
                     state["slow"] = state["mean"].clone()
 
     rule = rule_over(Late)(Optimizer(name="late:Late", lr=0.01))
@@ -191,6 +217,7 @@ def test_a_state_that_changes_later_is_one_message():
     group = {"params": [weight], "lr": 0.01, "lr_scale": 1.0, "weight_decay": 0.0, "freeze": False}
     optimizer = rule.build([group])
     weight.grad = torch.ones(4)
+    optimizer.step()
     optimizer.step()
     with pytest.raises(
         ConfigError, match="keeps mean, slow, step of a parameter now, and kept mean, step of a tiny one"
