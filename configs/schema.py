@@ -214,7 +214,8 @@ class Optimizer(Table):
 
     name: Literal["adamw", "ademamix", "lion", "muon"] | ImportPath = "adamw"
     """adamw; ademamix: AdamW with a second, slow average of gradients; lion (half the state; lr 3 to 10 times smaller);
-    muon: Muon for the blocks' matrices, AdamW for the rest; or a rule of your own (docs/own_models.md)."""
+    muon: Muon for the blocks' matrices, AdamW for the rest; or a rule of your own (docs/own_models.md), or a class of
+    torch optimizers that updates each element by itself, such as "torch.optim:Adamax" (docs/optimizers.md)."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -257,6 +258,10 @@ class Optimizer(Table):
     slow_warmup_steps: Annotated[NonNegativeInt, only_with("name", "ademamix")] = 0
     """Steps over which the slow average's decay rate and weight grow from the fast one's and from 0; the paper takes
     all steps of the run; 0: none."""
+    options: Annotated[dict[str, Any], only_with("name", EXAMPLE)] = Field(
+        default={}, json_schema_extra={"additionalProperties": True}
+    )
+    """Further arguments of a class of torch optimizers, e.g. decoupled_weight_decay of "torch.optim:NAdam"."""
     groups: list[ParameterGroup] = []
     """Parameters with separate settings; the first pattern that matches a name applies."""
 

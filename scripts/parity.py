@@ -6,9 +6,9 @@ A row (`parity_rows.py`) is a number of ranks and a set of config overrides. It 
 norm, the first step's gradient of every parameter, and the final weights agree with the reference
 (`parity_reference.py`) over all steps. A combination that cannot work is a row as well: the config must refuse it.
 
-With `--exact`, all rows train with `training.reduction = "exact"` and one sequence per micro-batch. Then the digests of
-all bits of losses, norms and weights (the column "sha") must be equal, too, except between different tp, cp, ep,
-compilation, or, compiled, activation checkpointing.
+With `--exact`, all rows but those of torch's optimizers train with `training.reduction = "exact"` and one sequence per
+micro-batch. Then the digests of all bits of losses, norms and weights (the column "sha") must be equal, too, except
+between different tp, cp, ep, compilation, or, compiled, activation checkpointing.
 
     python scripts/parity.py --random N --seed S
     python scripts/parity.py --ranks N [--table.key VALUE ...] [--evaluate-at STEP,STEP] [--move-at STEP --moved KEYS]
@@ -37,7 +37,7 @@ from configs.load import find_job_file, load
 from configs.reading.overrides import split_flags, words
 from scripts.command import add_job_argument, end, job_of, not_negative, positive, without_overrides
 from scripts.parity_random import Draw, run_one, run_random
-from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table
+from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, can_be_exact, exact, same_bits, table
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.random is not None:
         return run_random(job, options.random, options.seed)
     rows = [row for row in table() if fnmatchcase(row.name, options.rows)]
-    rows = list(map(exact, rows)) if options.exact else rows
+    rows = [exact(row) for row in rows if can_be_exact(row)] if options.exact else rows
     refused = {name: row for name, row in REFUSED.items() if fnmatchcase(name, options.rows)}
     if options.list or not (rows or refused):
         lines = [f"{row.name} ({row.ranks} ranks)" for row in rows] + [f"{name} (refused)" for name in refused]

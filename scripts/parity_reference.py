@@ -32,6 +32,7 @@ from scripts.parity_further import FurtherTokens
 from scripts.parity_logits import LargestLogits
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate_of
+from trainer.optimizers.from_torch import TorchRule
 from trainer.optimizers.rule import rule_of
 
 
@@ -362,9 +363,10 @@ def _plain_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it, experts included."""
     config = job.optimizer
-    if is_import_path(config.name):  # the user's own rule, over whole parameters
+    if is_import_path(config.name):  # the user's own rule, or a class of torch optimizers, over whole parameters
         own = [{"params": [p], "freeze": False, **_group_settings(job, name, p)} for name, p in parameters.items()]
-        return [rule_of(config.name)(config).build(own)]
+        rule = rule_of(config.name)(config)
+        return [rule.instance(own) if isinstance(rule, TorchRule) else rule.build(own)]
     of_experts = tuple(f"{module}." for module in plan.experts)
     in_blocks = tuple(f"{block}." for block in (*plan.blocks, *plan.further_blocks))
     is_muons = {

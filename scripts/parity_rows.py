@@ -110,6 +110,11 @@ def exact(row: Row) -> Row:
     return replace(row, overrides=kept, run_overrides=run)
 
 
+def can_be_exact(row: Row) -> bool:
+    """Whether exact reductions make the bits of a row those of other meshes; not with a class of torch optimizers."""
+    return not any(word.startswith("torch.optim:") for word in row.run_overrides)
+
+
 def _largest(values: Mapping[str, float]) -> float:
     """The largest value; a NaN is larger than any."""
     return max((math.inf if math.isnan(value) else value for value in values.values()), default=0.0)
@@ -264,6 +269,7 @@ def table() -> Iterator[Row]:
     yield from moments_rows()
     yield from lion_rows()
     yield from ademamix_rows()
+    yield from torch_rows()
     yield from muon_rows()
     yield from qk_clip_rows()
     yield from float8_rows()
@@ -311,6 +317,24 @@ def ademamix_rows() -> Iterator[Row]:
     yield _row(name, "FSDP 2 x TP 2, cautious", cautious, compiled=True, micro_batch=2)
     yield _row(name, "owner 2", run | {"optimizer.groups": groups_of(FROZEN)}, micro_batch=2)
     yield _row(name, "EP 2", run | MOE, micro_batch=2)
+
+
+def torch_rows() -> Iterator[Row]:
+    """Classes of torch optimizers, over row shards and by owner."""
+    options: dict[str, dict[str, object]] = {
+        "Adamax": {},
+        "NAdam": {"optimizer.options.decoupled_weight_decay": "true"},
+        "RMSprop": {"optimizer.options.centered": "true", "optimizer.options.momentum": 0.9},
+    }
+    for kind, keys in options.items():
+        run = {"optimizer.name": f"torch.optim:{kind}", **keys}
+        for mesh in ("1 process", "FSDP 2", "TP 2", "PP 2", "owner 2"):
+            yield _row(f"torch's {kind}, {{mesh}}", mesh, run, micro_batch=2)
+    name = "torch's Adagrad, {mesh}"
+    run = {"optimizer.name": "torch.optim:Adagrad", "optimizer.options.initial_accumulator_value": 0.1}
+    yield _row(name, "owner 2 x TP 2", run | {"optimizer.groups": groups_of(FROZEN)}, micro_batch=2)
+    yield _row(name, "EP 2", run | MOE, micro_batch=2)
+    yield _row(name, "HSDP 2x2", run, compiled=True, micro_batch=2)
 
 
 def muon_rows() -> Iterator[Row]:

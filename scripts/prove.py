@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
         seconds = time.perf_counter() - started
         _conclude(console, found, seconds)
         _write(console, options, job, small, found, seconds)
+        if not any(outcome.verdict in ("equal", "wrong") for outcome in found):
+            raise ConfigError(f"nothing was proven: {found[0].reason}")
 
     code = run_command(work, "stopped; nothing was written")
     is_wrong = any(outcome.verdict == "wrong" for outcome in found) or any(proof.is_wrong for proof in proofs)

@@ -22,6 +22,7 @@ from scripts.parity_rows import (
     qk_norm_rows,
     table,
     tied_rows,
+    torch_rows,
     words,
 )
 from tests.marked import marked
@@ -30,7 +31,7 @@ from trainer.planning.least_recomputation import planned_choice
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
 ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, muon_rows, float8_rows, qk_norm_rows)
-ROWS_OF_KEYS += (ademamix_rows, qk_clip_rows, tied_rows, further_rows, option_rows)
+ROWS_OF_KEYS += (ademamix_rows, torch_rows, qk_clip_rows, tied_rows, further_rows, option_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",
@@ -73,6 +74,9 @@ CHOSEN = [
     "memory limit, PP 2, compiled",
     "Lion, FSDP 2 x TP 2",
     "AdEMAMix, FSDP 2 x TP 2, cautious",
+    "torch's Adagrad, owner 2 x TP 2",
+    "torch's Adagrad, EP 2",
+    "torch's Adagrad, HSDP 2x2",
     "Muon, FSDP 4, eager",
     "Muon, options, FSDP 2 x TP 2, eager",
     "Muon, HSDP 2x2, eager",
@@ -176,6 +180,8 @@ def test_the_table_is_whole():
             "CP 2 x DDP 2, ring, eager",
             "CP 2, all_to_all, compiled, documents",
             "owner 2 x CP 2, AdamW, eager",
+            "torch's Adagrad, owner 2 x TP 2",
+            "torch's Adagrad, EP 2",
             "Muon, HSDP 2x2, eager",
             "Muon, PP 2 x FSDP 2 interleaved, eager",
             "qk_norm, CP 2, eager",
@@ -212,6 +218,7 @@ def test_the_table_is_whole():
             "Gemma 3, CP 2 x TP 2, compiled",
             "Qwen3 with experts, PP 2 x FSDP 2, compiled",
             "AdEMAMix, FSDP 2 x TP 2, cautious",
+            "torch's Adagrad, HSDP 2x2",
             "Muon, FSDP 2 x TP 2, compiled",
             "Muon, options, FSDP 2 x TP 2, eager",
             "qk_norm, TP 2, compiled",

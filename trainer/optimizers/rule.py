@@ -75,7 +75,10 @@ class Rule(ABC):
 
 
 def rule_of(name: str) -> type[Rule]:
-    """The rule of the optimizer with a name, or of the user's own."""
-    if is_import_path(name):
-        return code_of(name)
-    return import_module(f"trainer.optimizers.{name}").Rule
+    """The rule of the optimizer with a name, or of the user's own: a rule, or a class of torch optimizers."""
+    if not is_import_path(name):
+        return import_module(f"trainer.optimizers.{name}").Rule
+    found = code_of(name)
+    if issubclass(found, TorchOptimizer):
+        return import_module("trainer.optimizers.from_torch").rule_over(found)
+    return found

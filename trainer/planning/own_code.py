@@ -5,21 +5,27 @@ Everything runs on the meta device or on a handful of numbers, so that `--valida
 
 import math
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from inspect import signature
 
 import torch
 from torch import nn
+from torch.optim import Optimizer as TorchOptimizer
 
 from configs.errors import ConfigError
 from configs.layout import schedule_lengths
 from configs.own_code import code_of, is_import_path, reason_of
 from configs.plan import Plan, plan_of
-from configs.schema import Config, LrSchedule, OwnModel
+from configs.schema import Config, LrSchedule, Optimizer, OwnModel
 from models import build_model
 from models.own_class import try_forward
 from parallelisms.pipeline import own_stages
+from parallelisms.sums import sums_of
 from trainer.loss import own_values
 from trainer.lr_schedule import learning_rate
-from trainer.optimizers.rule import Rule
+from trainer.optimizers.elementwise import require_elementwise
+from trainer.optimizers.from_torch import arguments, keys_of
+from trainer.optimizers.rule import Rule, rule_of
 from trainer.planning.skeleton import skeleton
 
 Fault = tuple[str, str]
@@ -30,7 +36,7 @@ _FORWARD_TOKENS = 8
 def faults_of_own_code(config: Config) -> Iterator[Fault]:
     """Yield what is wrong with the user's own code, or asked of it and impossible."""
     if is_import_path(config.optimizer.name):
-        yield from _rule(config.optimizer.name, config.fsdp.partition)
+        yield from _rule(config)
     if is_import_path(config.lr_schedule.name):
         yield from fault_of("lr_schedule.name", lambda: _check_schedule(config.lr_schedule))
     if is_import_path(config.training.loss):
@@ -114,21 +120,79 @@ def _check_forward(config: Config) -> None:
 # --------------------------------------------------------------------------- optimizer, schedule, loss
 
 
-def _rule(name: str, partition: str) -> Iterator[Fault]:
+def _rule(config: Config) -> Iterator[Fault]:
+    name = config.optimizer.name
     found = code_of(name)
-    if not isinstance(found, type) or not issubclass(found, Rule):
+    if isinstance(found, type) and issubclass(found, TorchOptimizer):
+        faults = list(_torch_optimizer(config, found))
+        yield from faults
+        if faults:
+            return
+    elif not isinstance(found, type) or not issubclass(found, Rule):
         yield (
             "optimizer.name",
-            f'"{name}" is no class derived from trainer.optimizers.rule.Rule, which says what it needs',
+            f'"{name}" is neither a class of torch optimizers nor one derived from trainer.optimizers.rule.Rule; it '
+            "must be one of them",
         )
+        return
     elif missing := sorted(getattr(found, "__abstractmethods__", ())):
         yield "optimizer.name", f'"{name}" lacks the methods {", ".join(missing)} of trainer.optimizers.rule.Rule'
-    elif found.hidden_matrices_only and partition == "rows":
+        return
+    elif config.optimizer.options:
+        yield "optimizer.options", f'"{name}" is a Rule, which reads the other keys of [optimizer]; leave options out'
+    rule = rule_of(name)(config.optimizer, sums_of(config.training))
+    if not rule.hidden_matrices_only:
+        yield from fault_of("optimizer.name", lambda: require_elementwise(rule, getattr(torch, config.training.dtype)))
+    elif config.fsdp.partition == "rows":
         yield (
             "optimizer.name",
             f'"{name}" needs whole matrices, but partition "rows" cuts them; set fsdp.partition = "owner" and '
             "mesh.dp_shard = 1, with dp_replicate for the ranks",
         )
+
+
+def _torch_optimizer(config: Config, kind: type[TorchOptimizer]) -> Iterator[Fault]:
+    """What a job asks of a class of torch optimizers that it does not do."""
+    optimizer = config.optimizer
+    name = kind.__name__
+    keys = keys_of(kind)
+    if "lr" not in keys:
+        yield "optimizer.name", f"{name} takes no lr, which the schedule sets for each step"
+        return
+    closure = signature(kind.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        yield "optimizer.name", f"{name} needs a closure, to compute gradients several times in a step; Keel has none"
+        return
+    decays = [optimizer.weight_decay, *(group.weight_decay for group in optimizer.groups)]
+    if any(decays) and "weight_decay" not in keys:
+        yield "optimizer.weight_decay", f"{name} takes no weight_decay; set it to 0, here and in optimizer.groups"
+    if optimizer.weight_decay_by != "lr":
+        yield (
+            "optimizer.weight_decay_by",
+            f"what {name} multiplies weight_decay by is for itself to say; leave weight_decay_by out",
+        )
+    if optimizer.momentum != Optimizer.model_fields["momentum"].default:
+        yield "optimizer.momentum", f"momentum is an option of such a class; set optimizer.options.momentum of {name}"
+    if config.training.reduction == "exact":
+        yield (
+            "training.reduction",
+            f'"exact" promises the same bits on every mesh, but on a CPU {name} rounds the last elements of a part '
+            "differently; take an optimizer of Keel's, or another reduction",
+        )
+    yield from _options(optimizer, kind)
+
+
+def _options(optimizer: Optimizer, kind: type[TorchOptimizer]) -> Iterator[Fault]:
+    keys = keys_of(kind)
+    options = [option for option in arguments(kind) if option not in keys]
+    for option in optimizer.options:
+        key = f"optimizer.options.{option}"
+        if option in keys:
+            yield key, f"{option} is a key of [optimizer] itself; set optimizer.{option}"
+        elif option not in options:
+            near = get_close_matches(option, options, 1)
+            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(options) or 'none'}"
+            yield key, f"{kind.__name__} has no option {option}; {advice}"
 
 
 def _check_schedule(schedule: LrSchedule) -> None:

@@ -166,10 +166,11 @@ def _techniques(config: Config, device_type: str) -> str:
 def _optimizer(config: Config, device_type: str) -> str:
     """The optimizer; on a CPU, AdamW is not mentioned, since there is no choice of its kernel."""
     name = config.optimizer.name
+    title = name.partition(":")[2] or name.capitalize()
     if rule_of(name).hidden_matrices_only:
-        used = f"{name.capitalize()} for the blocks' matrices"
+        used = f"{title} for the blocks' matrices"
     else:
-        used = "" if name == "adamw" else name.capitalize()
+        used = "" if name == "adamw" else title
     has_adamw = rule_name(config.optimizer, is_hidden_matrix=False) == "adamw"
     if not has_adamw or device_type == "cpu" or config.fsdp.cpu_offload:
         return used

@@ -123,10 +123,91 @@ def negative(progress): return -progress
 '''
 
 
+OPTIMIZERS = '''
+import torch
+from torch.optim import Optimizer
+
+from trainer.optimizers.rule import Rule
+from trainer.optimizers.training import TrainingOptimizer
+
+
+class Whole(Optimizer):
+    """Divides by the norm of a gradient."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "t": 0})
+
+    def direction(self, grad): return grad / grad.norm()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move(p, self.direction(p.grad) * group["lr"], group)
+
+    def move(self, p, by, group): p.sub_(by)
+
+
+class Clipping(Whole):
+    def direction(self, grad): return grad / (grad.square().mean().sqrt() / 2).clamp(min=1.0)
+
+
+class Rows(Whole):
+    def direction(self, grad): return grad / grad.norm(dim=-1, keepdim=True)
+
+
+class Attribute(Whole):
+    t = 0
+
+    def direction(self, grad):
+        self.t += 1
+        return grad / self.t
+
+
+class InGroup(Whole):
+    def direction(self, grad): return grad
+
+    def move(self, p, by, group):
+        group["t"] += 0.5
+        p.sub_(by / group["t"])
+
+
+class Replacing(Whole):
+    def direction(self, grad): return grad
+
+    def move(self, p, by, group): p.data = p.data - by
+
+
+class Failing(Whole):
+    def direction(self, grad): return grad * (1 / 0)
+
+
+class NoLr(Optimizer):
+    def __init__(self, params, rate=1e-3): super().__init__(params, {"rate": rate})
+
+
+class Normed(TrainingOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm() * group["lr"])
+
+
+class NormedRule(Rule):
+    def state(self, parameter): return {}
+
+    def without_state(self, groups): return Normed(groups, {"lr": self.config.lr})
+'''
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = write_files(tmp_path_factory.mktemp("own"))
     (folder / "wrong_code.py").write_text(WRONG)
+    (folder / "wrong_optimizers.py").write_text(OPTIMIZERS)
     (folder / "broken_code.py").write_text("import torch\n\nraise OSError('no disk')\n")
     (folder / "own.toml").write_text('base = "parity.toml"\n')
     return str(folder / "own.toml")
@@ -199,7 +280,24 @@ def test_what_the_plan_lacks_is_refused(job, words, part):
 @pytest.mark.parametrize(
     ("key", "name", "part"),
     [
-        ("optimizer.name", "wrong_code:Good", "is no class derived from trainer.optimizers.rule.Rule"),
+        ("optimizer.name", "wrong_code:Good", "is neither a class of torch optimizers nor one derived from"),
+        ("optimizer.name", "wrong_optimizers:Whole", '"wrong_optimizers:Whole" does not update each element by itself'),
+        ("optimizer.name", "wrong_optimizers:Clipping", "the same as two halves, differ after 8 updates. Ranks hold"),
+        (
+            "optimizer.name",
+            "wrong_optimizers:Rows",
+            "the same as a vector, differ after 8 updates. Ranks hold parts of",
+        ),
+        ("optimizer.name", "wrong_optimizers:NormedRule", "does not update each element by itself: a small matrix"),
+        ("optimizer.name", "wrong_optimizers:Attribute", "does not go on from its state: resumed after update 4"),
+        ("optimizer.name", "wrong_optimizers:InGroup", "keeps t in its groups, which a checkpoint does not have; of"),
+        ("optimizer.name", "wrong_optimizers:Replacing", "computes something else in Keel than alone: it must write"),
+        ("optimizer.name", "wrong_optimizers:Failing", "raises ZeroDivisionError: division by zero in "),
+        ("optimizer.name", "wrong_optimizers:NoLr", "NoLr takes no lr, which the schedule sets for each step"),
+        ("optimizer.name", "torch.optim:LBFGS", "LBFGS needs a closure, to compute gradients several times in a step"),
+        ("optimizer.name", "torch.optim:Adafactor", "of a matrix it keeps row_var, of shape (2, 1), where others keep"),
+        ("optimizer.name", "torch.optim:Muon", '"torch.optim:Muon" does not update each element by itself'),
+        ("optimizer.name", "torch.optim:SparseAdam", "SparseAdam takes no weight_decay; set it to 0, here and in"),
         ("lr_schedule.name", "wrong_code:negative", "must map the progress, from 0 to 1, to a number that is at least"),
         ("lr_schedule.name", "wrong_code:one_number", "raises TypeError"),
         ("training.loss", "wrong_code:one_number", "must return a loss for each token, a tensor of shape (2,)"),
@@ -209,6 +307,44 @@ def test_what_the_plan_lacks_is_refused(job, words, part):
 )
 def test_other_code_is_checked_too(job, key, name, part):
     assert part in message(job, f"--{key}", name)
+
+
+TORCH = ("--optimizer.name", "torch.optim:RMSprop")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--optimizer.options.momentm", "0.9"), "--optimizer.options.momentm: RMSprop has no option momentm; did you"),
+        (("--optimizer.options.momentm", "0.9"), "did you mean momentum?"),
+        (("--optimizer.options.lr", "0.9"), "--optimizer.options.lr: lr is a key of [optimizer] itself; set"),
+        (("--optimizer.options.alpha", "-3.0"), "raises ValueError: Invalid alpha value: -3.0"),
+        (("--optimizer.momentum", "0.5"), "--optimizer.momentum: momentum is an option of such a class; set"),
+        (("--optimizer.weight_decay_by", "schedule"), "what RMSprop multiplies weight_decay by is for itself to say"),
+        (("--training.reduction", "exact"), '--training.reduction: "exact" promises the same bits on every mesh, but'),
+        (("--model.mup_base_dim", "64"), "which Keel does not know of torch.optim:RMSprop"),
+    ],
+)
+def test_what_a_class_of_torch_optimizers_cannot_do_is_refused(job, words, part):
+    assert part in message(job, *TORCH, *words)
+
+
+def test_a_class_without_dense_gradients_and_options_of_a_rule_are_refused(job):
+    sparse = ("--optimizer.name", "torch.optim:SparseAdam", "--optimizer.weight_decay", "0")
+    assert "raises RuntimeError: SparseAdam does not support dense gradients" in message(job, *sparse)
+    rule = ("--optimizer.name", "my_rule:Momentum", "--optimizer.options.size", "1")
+    assert '"my_rule:Momentum" is a Rule, which reads the other keys of [optimizer]' in message(job, *rule)
+
+
+@pytest.mark.parametrize("kind", ["Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"])
+def test_elementwise_classes_pass(job, kind):
+    require_known_names(load(job, ("--optimizer.name", f"torch.optim:{kind}")))
+
+
+def test_a_file_names_the_line_of_an_option(job):
+    file = Path(job).with_name("options.toml")
+    file.write_text('base = "parity.toml"\n[optimizer]\nname = "torch.optim:Adamax"\noptions = {maximise = true}\n')
+    assert f"{file}:4: Adamax has no option maximise; did you mean maximize?" in message(str(file))
 
 
 def test_a_file_names_the_line(job):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from configs.layout import MeshSizes
+from configs.own_code import admit
 from configs.schema import Config
 from models import build_model
 from trainer.optimizers.build import build_optimizer, optimizer_state
@@ -55,6 +56,20 @@ def test_other_states_take_their_bytes(dtype, optimizer):
     state = optimizer_state(build_optimizer(settings.optimizer, named), dict(named))
     assert estimate_memory(settings, ONE, "cpu").optimizer == bytes_of(state.values())
     assert checkpoint_bytes(settings) == bytes_of(model.parameters()) + bytes_of(state.values())
+
+
+@pytest.mark.parametrize("kind", ["Adamax", "NAdam", "RMSprop"])
+def test_a_class_of_torch_optimizers_takes_its_bytes_and_a_number_of_each_parameter(kind):
+    admit(f"torch.optim:{kind}", "optimizer.name")
+    settings = config(optimizer={"name": f"torch.optim:{kind}"})
+    model = build_model(settings.model)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    own = bytes_of(t for state in optimizer.state.values() for t in state.values())
+    estimate = estimate_memory(settings, ONE, "cpu").optimizer
+    assert estimate == own + 4 * len(list(model.parameters()))
+    assert checkpoint_bytes(settings) == bytes_of(model.parameters()) + estimate
 
 
 @pytest.mark.parametrize(("dtype", "n_bytes"), [("float32", 4), ("bfloat16", 2)])

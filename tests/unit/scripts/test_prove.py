@@ -330,6 +330,22 @@ def test_a_proof_of_families_goes_on_where_it_was_stopped(tmp_path, capsys):
     assert prove.main(["gemm[a]", "--axes", "fsdp", *words]) == 78
 
 
+@pytest.mark.slow
+def test_a_class_of_torch_optimizers_is_proven(capsys):
+    keys = ["--optimizer.name", "torch.optim:RAdam", "--optimizer.options.decoupled_weight_decay", "true"]
+    assert prove.main(["parity.toml", "--axes", "fsdp,pp", "--ranks", "2", *keys]) == 0
+    said = capsys.readouterr().out
+    assert "6 equal, 4 not tried, to 1e-10" in said, said
+
+
+def test_an_optimizer_that_is_not_elementwise_proves_nothing(capsys):
+    keys = ["--optimizer.name", "torch.optim:Adafactor"]
+    assert prove.main(["parity.toml", "--axes", "fsdp", "--ranks", "2", *keys]) == 78
+    said = capsys.readouterr()
+    assert "2 refused, to 1e-10" in said.out
+    assert 'nothing was proven: "torch.optim:Adafactor" does not update each element by itself: of a mat' in said.err
+
+
 def test_reasons_are_joined_by_what_they_say():
     """The name of a family is no part of the reason; float32's round-off is a sign of its own."""
     refused = Outcome("TP 2", ("TP 2",), 2, "refused", "opt has no plan of tensor parallelism; set tp = 1")
