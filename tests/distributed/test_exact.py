@@ -74,6 +74,8 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
     "FSDP 2, selective": (2, {"mesh.dp_shard": 2, "activation_checkpoint.mode": "selective"}, {}, "float32"),
     "owner 4": (4, {"mesh.dp_replicate": 4, **OWNER}, {}, "float32"),
     "owner 2, Muon": (2, {"mesh.dp_replicate": 2, **OWNER}, MUON, "float32"),
+    "FSDP 4, Muon": (4, {"mesh.dp_shard": 4}, MUON, "float32"),
+    "PP 2 x FSDP 2, Muon": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}, MUON | FOUR_LAYERS, "float32"),
     "HSDP 2x2, Muon": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}, MUON, "float32"),
     "PP 2 x FSDP 2": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}, FOUR_LAYERS, "float32"),
     "PP 2 x DDP 2, gpipe": (
@@ -109,6 +111,8 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
             "FSDP 2, ZeRO 2, full",
             "owner 4",
             "owner 2, Muon",
+            "FSDP 4, Muon",
+            "PP 2 x FSDP 2, Muon",
             "HSDP 2x2, Muon",
             "PP 2 zero-bubble, bfloat16",
             "FSDP 3",
