@@ -83,7 +83,11 @@ class LoadedConfig:
 
 
 def load(
-    name_or_path: str, overrides: Sequence[str] = (), world_size: int | None = None, is_stored: bool = False
+    name_or_path: str,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    is_stored: bool = False,
+    at_step: int | None = None,
 ) -> LoadedConfig:
     """Read, merge and check a job.
 
@@ -93,11 +97,16 @@ def load(
         world_size: number of ranks; None if unknown, which checks the job for the fewest ranks possible.
         is_stored: the file is what a run has stored, and no job that somebody has named: the code of a user's own that
             it names is not imported, unless the overrides name it.
+        at_step: of a stored job, read the keys of the stage of this step, without the stages; the overrides apply to
+            these. None: the whole job.
 
     Raises:
         ConfigError: lists every mistake, one per line.
     """
     layers = read_layers(find_job_file(name_or_path))
+    if at_step is not None:
+        load(name_or_path, is_stored=is_stored)  # a job must be valid to have stages
+        layers = [keys for border, keys in unfolded(layers) if border.after < max(1, at_step)][-1]
     mistakes = list(_override_all(layers, overrides))
     layers.unset()
     layers.values = without_removed(layers.values)

@@ -17,9 +17,11 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import find_checkpoint, require_run
+from checkpoint.manifest import read_manifest
 from configs.errors import ConfigError, UserError
 from configs.files import write_json
 from configs.load import find_job_file, load
+from configs.run_stages import stage_of
 from scripts.command import end, number_of, parser_of, place, positive, refuse_keys, run_command, without_overrides
 from scripts.comparison.runs import Launch, ranks_words, run_process, run_to_its_end, train
 from scripts.score import load_for_scoring, with_tokenizer_of
@@ -85,9 +87,10 @@ def _trained(options: argparse.Namespace, words: list[str], launch: Launch, cons
     arms = arms_of(options.configs, words, options.sweep)
     first = arms[0].load(options.ranks).config.training.seed
     jobs = [arm.with_seed(first, Path()).load(options.ranks) for arm in arms]
-    for job in jobs:
-        require_sequences(job.config)
-        require_same_scoring(jobs[0].config, job.config)
+    scored = [stage_of(job.stages, job.config.training.steps).config for job in jobs]
+    for config in scored:
+        require_sequences(config)
+        require_same_scoring(scored[0], config)
     root = options.output or Path("runs") / f"compare-{'-'.join(folder_name(arm.label) for arm in arms)}"[:100]
     seeds = range(first, first + options.seeds)
     sides = [Side(arm.label, job, [], []) for arm, job in zip(arms, jobs, strict=True)]
@@ -108,11 +111,19 @@ def _finished(options: argparse.Namespace, words: list[str], launch: Launch, con
     if len(options.configs) != 2:
         raise ConfigError("give two run folders")
     folders = [Path(each) for each in options.configs]
-    jobs = [load_for_scoring(folder, words, options.ranks) for folder in folders]
-    require_same_scoring(jobs[0].config, jobs[1].config)
+    steps = [read_manifest(find_checkpoint(folder)).step for folder in folders]
+    first, second = (
+        load_for_scoring(folder, step, words, options.ranks) for folder, step in zip(folders, steps, strict=True)
+    )
+    require_same_scoring(first.config, second.config)
     return [
-        Side(str(folder), job, [folder], [_score(folder, words, options.ranks, launch)])
-        for folder, job in zip(folders, jobs, strict=True)
+        Side(
+            str(folder),
+            load(str(folder / "config.toml"), is_stored=True),
+            [folder],
+            [_score(folder, words, options.ranks, launch)],
+        )
+        for folder in folders
     ]
 
 
@@ -120,8 +131,8 @@ def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "S
     """The scores of a run's newest checkpoint, computed unless they exist."""
     from scripts.comparison.score import are_current, read_scores
 
-    job = load_for_scoring(folder, words, ranks)
     checkpoint = find_checkpoint(folder)
+    job = load_for_scoring(folder, read_manifest(checkpoint).step, words, ranks)
     found = read_scores(folder)
     if found and are_current(found, with_tokenizer_of(checkpoint, job), checkpoint):
         return found
@@ -140,6 +151,7 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
     import numpy as np
 
     from scripts.comparison.arms import differences, pairing
+    from scripts.comparison.forks import common_steps
     from scripts.comparison.statistics import compare
 
     all_scores = [scores for side in sides for scores in side.scores]
@@ -153,14 +165,13 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
     for side, own in zip(sides[1:], losses[1:], strict=True):
         tokens = sides[0].scores[0].tokens + side.scores[0].tokens
         found = compare(losses[0], own, tokens, each)
-        first = sides[0].job.config
-        second = side.job.config
+        common = common_steps(sides[0].folders[0], side.folders[0])
         comparisons.append(
             {
                 "first": sides[0].label,
                 "second": side.label,
-                "differs": differences(first, second),
-                "pairing": str(pairing(first, second)),
+                "differs": differences(sides[0].job, side.job, common),
+                "pairing": str(pairing(sides[0].job, side.job, common)),
                 **asdict(found),
                 "interval": _interval(found.difference, found.paired),
                 "unpaired_interval": _interval(found.difference, found.unpaired),

@@ -21,7 +21,7 @@ if not __package__:  # run as a file
 
 from checkpoint.find import require_run
 from configs.files import write_atomically, write_json
-from configs.load import find_job_file, load
+from configs.load import LoadedConfig, find_job_file, load
 from configs.schema import Config
 from scripts.command import (
     add_job_argument,
@@ -80,7 +80,8 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
     """Train the rungs, and write and print what follows from them."""
     from scripts.scaling.rungs import choose_rungs, load_target, training_flops
 
-    target = load_target(job, overrides).config
+    loaded = load_target(job, overrides)
+    target = loaded.config
     rungs = choose_rungs(job, overrides, target, options.sizes, options.dims, options.ranks)
     flops = training_flops(target)
     output = options.output or Path("runs") / f"ladder-{target.job.name}"
@@ -103,7 +104,7 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
         found["run"] = _check(options.run, target, laws)
         for line in _lines_of_run(options.run, found["run"]):
             console.line(line)
-        _warn_of_differences(options.run, target, console)
+        _warn_of_differences(options.run, loaded, console)
     write_json(output / "ladder.json", found)
     write_atomically(output / "ladder.svg", [_drawn(climbed, parts, laws[1.0], target)])
     console.line(f"wrote {output / 'ladder.json'} and {output / 'ladder.svg'}")
@@ -147,11 +148,11 @@ def _check(run: Path, target: Config, laws: "Mapping[float, Law]") -> list[dict[
     return found
 
 
-def _warn_of_differences(run: Path, target: Config, console: Console) -> None:
+def _warn_of_differences(run: Path, target: LoadedConfig, console: Console) -> None:
     """Say which run keys of the run are not the job's."""
     from scripts.comparison.arms import differences
 
-    theirs = load(str(run / "config.toml"), is_stored=True).config
+    theirs = load(str(run / "config.toml"), is_stored=True)
     lines = [line for line in differences(target, theirs) if not line.endswith("(machine key)")]
     ours = [line for line in lines if not line.startswith(("validation.interval", "average.", "checkpoint."))]
     if ours:

@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--move-at", type=not_negative, default=0, metavar="STEP", help="save and load after this step"
     )
     drawing.add_argument("--moved", default="", metavar="KEYS", help="machine keys after that, as one word")
+    drawing.add_argument("--stage", action="append", default=[], metavar="TABLE", help="a table of [[stages]], in TOML")
     own, keys = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
     if keys and not options.ranks:
@@ -126,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.ranks:
         moved = _by_key(shlex.split(options.moved))
         evaluate_at = tuple(map(int, filter(None, options.evaluate_at.split(","))))
-        return run_one(job, Draw(options.ranks, _by_key(keys), evaluate_at, options.move_at, moved))
+        stages = tuple(options.stage)
+        return run_one(job, Draw(options.ranks, _by_key(keys), evaluate_at, options.move_at, moved, stages))
     if options.random is not None:
         return run_random(job, options.random, options.seed)
     rows = [row for row in table() if fnmatchcase(row.name, options.rows)]

@@ -19,13 +19,12 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
 from configs.errors import UserError
 from configs.layout import mesh_sizes
-from configs.load import load
-from configs.run_stages import Border, RunStage
-from configs.schema import Checkpoint, Config
+from configs.load import LoadedConfig, load
+from configs.schema import Checkpoint
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
 from parallelisms.torch_internals import forget_process_groups
-from scripts.parity_reference import Trajectory, batches, buffers_of, copied
+from scripts.parity_reference import Trajectory, buffers_of, copied, steps_through
 from scripts.parity_rows import Difference
 from scripts.proving.equal import (
     GRADIENT_FLOOR,
@@ -105,12 +104,9 @@ def bits(config_name: str, overrides: tuple[str, ...], detour: Detour = STRAIGHT
 def trajectory(config_name: str, overrides: tuple[str, ...], detour: Detour) -> Trajectory:
     """Train like the trainer, on this rank of the mesh."""
     with attention_that_compiles():
-        config = _loaded(config_name, overrides)
-        return _train(config, detour, _loaded(config_name, detour.overrides) if detour.move_at else config)
-
-
-def _loaded(config_name: str, overrides: tuple[str, ...]) -> Config:
-    return load(config_name, overrides, world_size=dist.get_world_size()).config
+        job = load(config_name, overrides, world_size=dist.get_world_size())
+        later = load(config_name, detour.overrides, world_size=dist.get_world_size()) if detour.move_at else job
+        return _train(job, detour, later)
 
 
 @contextmanager
@@ -130,15 +126,15 @@ def attention_that_compiles() -> Iterator[None]:
             yield
 
 
-def _train(config: Config, detour: Detour, later: Config) -> Trajectory:
+def _train(job: LoadedConfig, detour: Detour, later: LoadedConfig) -> Trajectory:
     found = Trajectory()
-    learner = _learner(config)
+    learner = _learner(job)
     found.initial = _weights(learner) | copied(buffers_of(learner.stages.values()))
-    end = detour.move_at or config.training.steps
-    _go_on(learner, 0, end, detour, found)
+    end = detour.move_at or job.config.training.steps
+    _go_on(learner, job, 0, end, detour, found)
     if detour.move_at:
         learner = _moved(learner, later, detour)
-        _go_on(learner, end, config.training.steps, detour, found)
+        _go_on(learner, later, end, job.config.training.steps, detour, found)
     learner.finish_update()
     found.weights = _weights(learner)
     found.buffers = buffers_of(learner.stages.values())
@@ -149,16 +145,20 @@ def _weights(learner: Learner) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in learner.parameters.items()}
 
 
-def _learner(config: Config) -> Learner:
-    return build_learner(config, build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu")))
+def _learner(job: LoadedConfig) -> Learner:
+    mesh = build_mesh(mesh_sizes(job.config, dist.get_world_size()), torch.device("cpu"))
+    return build_learner(job.config, mesh, [stage.config for stage in job.later_stages])
 
 
-def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajectory) -> None:
-    """Take the steps after `first` steps, up to `end` steps."""
-    config = learner.config
+def _go_on(learner: Learner, job: LoadedConfig, first: int, end: int, detour: Detour, found: Trajectory) -> None:
+    """Take the steps after `first` steps, up to `end` steps; the learner is new, or has taken the steps before."""
     mesh = learner.mesh
-    steps = range(first, end)
-    for step, micro_batches in zip(steps, batches(config, mesh.dp_rank, mesh.sizes.dp, first), strict=False):
+    present = job.stages[0]
+    taken = steps_through(job.stages, mesh.dp_rank, mesh.sizes.dp, first)
+    for step, (stage, micro_batches) in zip(range(first, end), taken, strict=False):
+        if stage != present:
+            learner.begin_stage(stage.config)
+            present = stage
         learner.freeze(step)
         if step in detour.evaluate_at:
             loss, tokens, _ = mesh.sum_over_tokens(learner.evaluate(micro_batches, None)).tolist()
@@ -171,7 +171,7 @@ def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajec
         found.losses.append(loss)
         found.norms.append(norm)
         try:
-            learner.update(last, learning_rate_of(RunStage(Border(), config), step + 1))
+            learner.update(last, learning_rate_of(stage, step + 1))
             last.result()
         except UserError as error:  # the ranks hold different results
             found.stopped = str(error)
@@ -189,7 +189,7 @@ def _judged(learner: Learner, micro_batches: list[MicroBatch]) -> tuple[tuple[Te
     return gradients, step
 
 
-def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
+def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> Learner:
     """Save a learner's state by a checkpoint, and load it into a new learner, perhaps on another mesh."""
     manager = _checkpoints(detour.folder)
     manager.resume(learner.state())
@@ -197,7 +197,7 @@ def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
     manager.save(detour.move_at, learner.state(), {"tokens": 0})
     manager.close()
     forget_process_groups()  # or DTensor would use groups of the mesh that is left
-    learner = _learner(config)
+    learner = _learner(job)
     manager = _checkpoints(detour.folder)
     assert manager.resume(learner.state()) is not None, "the checkpoint that was just saved is not found"
     manager.close()

@@ -15,13 +15,15 @@ import shlex
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import ConfigError
-from configs.load import load
+from configs.load import find_job_file, load
 from configs.reading.overrides import words
+from configs.reading.toml_text import value_text
 from configs.schema import further_run_keys, is_run_key
 from scripts.parity_rows import BOUNDS, DECIDE_BITS, groups_of
 
@@ -49,6 +51,8 @@ class Draw:
     """Number of steps after which the run moves; 0: never."""
     moved: Keys = field(default_factory=dict)
     """Machine keys after the move, in place of those in `keys`."""
+    stages: tuple[str, ...] = ()
+    """The tables of [[stages]], in TOML."""
 
     @property
     def is_exact(self) -> bool:
@@ -68,6 +72,7 @@ class Draw:
         options += ["--evaluate-at", ",".join(map(str, self.evaluate_at))] if self.evaluate_at else []
         options += ["--move-at", str(self.move_at)] if self.move_at else []
         options += [f"--moved={shlex.join(words(self.moved))}"] if self.moved else []
+        options += [f"--stage={stage}" for stage in self.stages]
         return f"python scripts/parity.py {shlex.join((*options, *words(self.keys)))}"
 
 
@@ -117,7 +122,7 @@ def draw(seed: int, number: int) -> Draw:
     # and Muon's directions enlarge it.
     if run.get("model.window") == 1 and (_takes_signs(run) or run.get("optimizer.name") == "muon"):
         run["model.window"] = 2
-    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
+    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {}, _stages(dice, run))
 
 
 def _model(dice: random.Random) -> Keys:
@@ -290,6 +295,31 @@ def _optimizer(dice: random.Random, is_exact: bool) -> Keys:
     return keys
 
 
+def _stages(dice: random.Random, run: Keys) -> tuple[str, ...]:
+    """Sometimes a stage or two, each of which changes some of the keys that a stage may set."""
+    if dice.random() > 0.3:
+        return ()
+    steps = int(str(run["training.steps"]))
+    begins = sorted(dice.sample(range(1, steps), dice.choice((1, 1, 2))))
+    return tuple(f"{{at_step = {step}, {_stage(dice, run)}}}" for step in begins)
+
+
+def _stage(dice: random.Random, run: Keys) -> str:
+    """What a stage sets."""
+    keys: Keys = {"training.seq_len": dice.choice((16, 32, 48))}
+    keys |= _some(dice, 0.4, {"training.global_batch_size": 2 * int(str(run["training.global_batch_size"]))})
+    keys |= _some(dice, 0.3, {"training.max_norm": dice.choice((0.05, 1.0))})
+    keys |= _some(dice, 0.3, {"training.z_loss_weight": 0.01})
+    keys |= _some(dice, 0.4, {"optimizer.lr": dice.choice((1e-3, 3e-3)), "optimizer.weight_decay": 0.2})
+    keys |= _some(dice, 0.4, {"lr_schedule.name": '"linear"', "lr_schedule.total_steps": 5})
+    others = '{name = "short", kind = "synthetic", document_length = 5}, {name = "windows", kind = "synthetic"}'
+    kept = "" if "data.sources" in run else '{name = "synthetic", kind = "synthetic"}, '
+    mixture: Keys = {"data.sources": f"[{kept}{others}]", "data.document_mask": "true"}
+    is_even = "model.layers" not in run and not _takes_signs(run)  # as in `_with_states`
+    keys |= _some(dice, 0.4, mixture if is_even else {})
+    return ", ".join(f"{key} = {value}" for key, value in keys.items())
+
+
 def _takes_signs(run: Keys) -> bool:
     """Whether the optimizer's step jumps where a gradient passes through zero."""
     return run.get("optimizer.name") == "lion" or "optimizer.cautious_weight_decay" in run
@@ -363,10 +393,11 @@ def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
     from scripts.rank_pool import RankDied
 
     try:
-        for keys in (drawn.keys, _after_move(drawn)):
-            load(config_name, words(keys), world_size=drawn.ranks)
         with tempfile.TemporaryDirectory() as folder:
-            return Outcome(fault=_fault(pool, config_name, drawn, Path(folder)))
+            job = _job_file(config_name, drawn.stages, Path(folder))
+            for keys in (drawn.keys, _after_move(drawn)):
+                load(job, words(keys), world_size=drawn.ranks)
+            return Outcome(fault=_fault(pool, job, drawn, Path(folder)))
     except ConfigError as error:
         return Outcome(refused=_kind(str(error).splitlines()[0]))
     except RuntimeError as error:  # of a rank, with its traceback
@@ -374,6 +405,16 @@ def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
         if last.startswith("configs.errors."):
             return Outcome(refused=_kind(last))
         return Outcome(fault=f"crash: {last}", trace=str(error), has_died=isinstance(error, RankDied))
+
+
+def _job_file(config_name: str, stages: Sequence[str], folder: Path) -> str:
+    """The job file with stages of its own, which no command line sets."""
+    if not stages:
+        return config_name
+    job = folder / "job.toml"
+    base = value_text(str(find_job_file(config_name).absolute()))
+    job.write_text(f"base = {base}\nstages = [{', '.join(stages)}]\n")
+    return str(job)
 
 
 def _after_move(drawn: Draw) -> Keys:
@@ -441,7 +482,8 @@ def _parts(drawn: Draw) -> list[tuple[str, str]]:
     """The parts that can be left out: a field, and a key of it."""
     kept = {"training.reduction", *(() if drawn.is_exact else FLOAT64)}
     keys = [("keys", key) for key in drawn.keys if key not in kept]
-    return [("move_at", ""), ("evaluate_at", ""), *keys, *(("moved", key) for key in drawn.moved)]
+    stages = [("stages", stage) for stage in drawn.stages]
+    return [("move_at", ""), ("evaluate_at", ""), *stages, *keys, *(("moved", key) for key in drawn.moved)]
 
 
 def _less(drawn: Draw, where: str, key: str) -> Draw:
@@ -449,6 +491,8 @@ def _less(drawn: Draw, where: str, key: str) -> Draw:
         return replace(drawn, move_at=0, moved={})
     if where == "evaluate_at":
         return replace(drawn, evaluate_at=())
+    if where == "stages":
+        return replace(drawn, stages=tuple(stage for stage in drawn.stages if stage != key))
     kept: Any = {name: value for name, value in getattr(drawn, where).items() if name != key}
     return replace(drawn, **{where: kept})
 

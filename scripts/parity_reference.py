@@ -8,7 +8,8 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,14 +24,16 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from configs.load import load
 from configs.own_code import code_of, is_import_path
 from configs.plan import Plan, plan_of
-from configs.run_stages import Border, RunStage
+from configs.run_stages import Border, RunStage, steps_of_stages
 from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
 from scripts.parity_further import FurtherTokens
 from scripts.parity_logits import LargestLogits
+from trainer.data.fork import forked_position
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
+from trainer.data.order import Start
 from trainer.lr_schedule import learning_rate_of
 from trainer.optimizers.from_torch import TorchRule
 from trainer.optimizers.rule import rule_of
@@ -69,7 +72,8 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         nudge: share by which each initial value is moved, up or down.
         draw: seed of the directions.
     """
-    config = load(config_name, overrides, world_size=1).config
+    job = load(config_name, overrides, world_size=1)
+    config = job.config
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
@@ -79,9 +83,13 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             parameter.mul_(1.0 + nudge * (2 * torch.randint(2, parameter.shape, generator=directions) - 1))
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
-    optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model))
-    found = Trajectory(initial=copied(dict(model.named_parameters()) | buffers_of([model])))
-    for step, micro_batches in enumerate(batches(config, 0, 1)):
+    parameters = dict(model.named_parameters())
+    optimizers = _plain_optimizers(config, parameters, plan_of(model))
+    found = Trajectory(initial=copied(parameters | buffers_of([model])))
+    for step, (stage, micro_batches) in enumerate(steps_through(job.stages, 0, 1)):
+        if stage.config != config:
+            config = stage.config
+            _begin_stage(config, optimizers, parameters)
         for name, p in model.named_parameters():
             p.requires_grad_(not _rests(config.optimizer, name, step))
         tokens = torch.cat([batch.tokens for batch in micro_batches])
@@ -108,7 +116,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate_of(RunStage(Border(), config), step + 1) * group["lr_scale"]
+                group["lr"] = learning_rate_of(stage, step + 1) * group["lr_scale"]
             optimizer.step()
         if limit and largest_logits:
             largest_logits.clip(limit)
@@ -121,6 +129,17 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     found.buffers = buffers_of([model])
     return found
+
+
+def _begin_stage(
+    config: Config, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Set what a stage may change of the optimizers' groups, each of which has one parameter."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            (parameter,) = group["params"]
+            group.update(_group_settings(config, names[parameter], parameter, isinstance(optimizer, _Muon)))
 
 
 def _loss(config: Config, logits: Tensor, targets: Tensor) -> Tensor:
@@ -469,10 +488,26 @@ def each_document_alone(model: Callable[[Tensor], Tensor], tokens: Tensor, docum
     return torch.cat(rows)
 
 
-def batches(config: Config, dp_rank: int, dp_size: int, after: int = 0) -> Iterable[list[MicroBatch]]:
-    """The micro-batches of each step of a run after the first `after` steps."""
-    loader = build_loader(config, dp_rank, dp_size, start_sample=after * config.training.global_batch_size)
-    try:
-        yield from itertools.islice(loader, config.training.steps - after)
-    finally:
-        loader.close()
+def batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:
+    """The micro-batches of each step of a run without stages."""
+    return (micro_batches for _, micro_batches in steps_through([RunStage(Border(), config)], dp_rank, dp_size))
+
+
+def steps_through(
+    stages: Sequence[RunStage], dp_rank: int, dp_size: int, after: int = 0
+) -> Iterator[tuple[RunStage, list[MicroBatch]]]:
+    """The stage and the micro-batches of each step of a run after the first `after` steps."""
+    sample = 0
+    position: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    for stage, n_steps in zip(stages, steps_of_stages(stages, stages[0].config.training.steps), strict=True):
+        config = stage.config
+        batch_size = config.training.global_batch_size
+        skipped = min(n_steps, max(0, after - stage.border.after))
+        position = position and forked_position(position, before, config)
+        start = Start(**position.get("start", {}))
+        with closing(build_loader(config, dp_rank, dp_size, sample + skipped * batch_size, start=start)) as loader:
+            yield from ((stage, micro_batches) for micro_batches in itertools.islice(loader, n_steps - skipped))
+            sample += n_steps * batch_size
+            position = loader.state_dict() | {"next_sample": sample}
+        before = config.model_dump(mode="json")

@@ -1,9 +1,9 @@
 """Compute the loss of each validation sequence: scripts/score.py RUN [--step N] [--table.key VALUE ...]
 
-The sequences are those of the run's [validation]. Machine keys, such as --mesh.tp 2, and [validation] may be set on the
-command line: the checkpoint loads on any mesh, which does not change the losses. One rank needs no --mesh keys,
-whatever the run's mesh was. The result goes to RUN/scores.json; `keel compare` compares two of them sequence by
-sequence.
+The sequences are those of the run's [validation], in the checkpoint's stage. Machine keys, such as --mesh.tp 2, and
+[validation] may be set on the command line: the checkpoint loads on any mesh, which does not change the losses. One
+rank needs no --mesh keys, whatever the run's mesh was. The result goes to RUN/scores.json; `keel compare` compares two
+of them sequence by sequence.
 """
 
 import argparse
@@ -16,6 +16,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import find_checkpoint, require_run, tokenizer_of
+from checkpoint.manifest import read_manifest
 from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
 from configs.schema import Config, LrSchedule, Mesh, Optimizer
@@ -61,7 +62,8 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     """
     require_run(folder)
     checkpoint = find_checkpoint(folder, step)
-    job = load_for_scoring(folder, overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    job = load_for_scoring(folder, read_manifest(checkpoint).step, overrides, ranks)
     import torch.distributed as dist
 
     from parallelisms.mesh import start_process_group
@@ -85,8 +87,10 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     console.line(f"{checkpoint}: loss {found.loss:.5f} on {n} validation sequences, written to {folder}/scores.json")
 
 
-def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> LoadedConfig:
-    """Load a run folder's job, which is not elastic then; one rank drops its mesh, unless the overrides set one.
+def load_for_scoring(folder: Path, step: int, overrides: Sequence[str], ranks: int) -> LoadedConfig:
+    """Load a run folder's job with the keys of the stage of a step.
+
+    The job is not elastic then; one rank drops its mesh, unless the overrides set one.
 
     Raises:
         ConfigError: the job is not valid, or the overrides set what no score depends on.
@@ -94,7 +98,8 @@ def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> Load
     refuse_keys(overrides, _OF_TRAINING, "without effect on a run that is trained already; leave it out")
     drops_mesh = ranks == 1 and not any(word.startswith("--mesh.") for word in overrides)
     alone = [f"--mesh.{axis}=1" for axis in Mesh.model_fields] if drops_mesh else []
-    return load(str(folder / "config.toml"), ["--elastic.enable=false", *alone, *overrides], ranks, is_stored=True)
+    words = ["--elastic.enable=false", *alone, *overrides]
+    return load(str(folder / "config.toml"), words, ranks, is_stored=True, at_step=step)
 
 
 def with_tokenizer_of(checkpoint: Path, job: LoadedConfig) -> Config:

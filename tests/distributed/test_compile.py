@@ -1,5 +1,7 @@
 """Compiled blocks: one graph for all of them, no graph break, nothing compiled after the second step."""
 
+from contextlib import closing
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from scripts.parity_compare import attention_that_compiles
+from tests.end_to_end.launch import ROOT
 from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
@@ -93,6 +96,64 @@ def test_no_graph_break_and_no_recompile(ranks, name):
         assert breaks == 0
         assert after_four == after_two
         assert 1 <= after_two <= 3  # one graph serves all blocks; the loss has two
+
+
+STAGES = """
+base = "parity.toml"
+[compile]
+enable = true
+[[stages]]
+at_step = 2
+training.seq_len = 16
+training.max_norm = 0.4
+model.rope_theta = 5000.0
+[[stages]]
+at_step = 4
+training.seq_len = 32
+training.global_batch_size = 4
+optimizer.lr = 2e-3
+[[stages]]
+at_step = 6
+training.seq_len = 16
+optimizer.weight_decay = 0.3
+model.rope_theta = 700.0
+"""
+
+
+def graphs_through_stages(file: str, overrides: tuple[str, ...]) -> list[int]:
+    """The graphs of this rank after the two steps of each stage."""
+    torch._dynamo.reset()
+    counters.clear()
+    job = load(file, overrides, dist.get_world_size())
+    mesh = build_mesh(mesh_sizes(job.config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(job.config, mesh)
+    graphs = []
+    for stage in job.stages:
+        if stage is not job.stages[0]:
+            learner.begin_stage(stage.config)
+        with attention_that_compiles(), closing(build_loader(stage.config, mesh.dp_rank, mesh.sizes.dp, 0)) as loader:
+            for _, micro_batches in zip(range(2), loader, strict=False):
+                learner.step(micro_batches, lr=1e-3)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n_ranks", "overrides"),
+    [
+        pytest.param(1, ("--activation_checkpoint.mode", "selective"), marks=pytest.mark.long),
+        pytest.param(2, (), marks=pytest.mark.long),
+        (2, ("--mesh.pp", "2")),
+    ],
+)
+def test_a_length_that_returns_compiles_nothing(ranks, tmp_path, n_ranks, overrides):
+    file = tmp_path / "job.toml"
+    file.write_text(STAGES.replace("parity.toml", str(ROOT / "configs" / "parity.toml")))
+    for first, second, third, fourth in ranks(n_ranks, graphs_through_stages, str(file), overrides):
+        assert second > first
+        assert third == second
+        assert fourth == second
 
 
 def train(overrides: tuple[str, ...]) -> list[float]:

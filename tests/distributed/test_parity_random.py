@@ -4,9 +4,10 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
+import tomli
 
 from configs.load import load
-from configs.reading.keys import find, key_path
+from configs.reading.keys import find, flat, key_path
 from parallelisms.torch_internals import has_zero_bubble
 from scripts import parity, parity_random, rank_pool
 from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, run_random, shrunk
@@ -75,13 +76,14 @@ def test_no_draw_in_float64_enlarges_rounding():
 def test_a_draw_is_repeated_by_its_command(monkeypatch):
     tried = []
     monkeypatch.setattr(parity, "run_one", lambda config, drawn: tried.append((config, drawn)) or 0)
-    drawn = next(d for d in (draw(1, number) for number in range(100)) if d.move_at and d.evaluate_at)
+    drawn = next(d for d in (draw(1, number) for number in range(100)) if d.move_at and d.evaluate_at and d.stages)
     _python, _script, *arguments = shlex.split(drawn.command(CONFIG))
     parity.main(arguments)
     ((config, repeated),) = tried
     assert config == CONFIG
     assert words(repeated.keys) == words(drawn.keys)
     assert words(repeated.moved) == words(drawn.moved)
+    assert repeated.stages == drawn.stages
     assert (repeated.ranks, repeated.evaluate_at, repeated.move_at) == (drawn.ranks, drawn.evaluate_at, drawn.move_at)
 
 
@@ -101,6 +103,9 @@ def test_every_axis_and_technique_is_drawn():
         ("data.document_mask", "true"),
     }
     assert expected <= keys
+    assert {len(each.stages) for each in drawn} == {0, 1, 2}
+    stages = "".join(stage for each in drawn for stage in each.stages)
+    assert all(key in stages for key in ("seq_len", "global_batch_size", "lr_schedule", "data.sources"))
     assert any(each.keys.get("fsdp.partition") == "owner" and "mesh.ep" in each.keys for each in drawn)
     assert 120 < sum(each.is_exact for each in drawn) < 280
 
@@ -109,7 +114,8 @@ def test_every_key_that_is_drawn_is_a_key():
     """A draw with another one would be refused, and prove nothing."""
     drawn = [draw(3, number) for number in range(400)]
     names = {name for each in drawn for name in (*each.keys, *each.moved)}
-    assert [name for name in sorted(names) if find(key_path(name)) is None] == []
+    names |= {path for each in drawn for stage in each.stages for path in flat(tomli.loads(f"x = {stage}")["x"])}
+    assert [name for name in sorted(names - {"at_step"}) if find(key_path(name)) is None] == []
 
 
 def test_a_refusal_is_no_fault(ranks):
@@ -126,6 +132,30 @@ def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
     run = FLOAT64 | {"model.n_layers": 4, "training.steps": 2}
     outcome = attempt(Pool(ranks), CONFIG, Draw(4, run | pipeline, move_at=1, moved={"mesh.dp_shard": 2, "mesh.tp": 2}))
     assert outcome == Outcome()
+
+
+STAGED = Draw(
+    2,
+    FLOAT64 | {"mesh.tp": 2, "training.steps": 3, "model.n_layers": 2},
+    stages=("{at_step = 1, training.seq_len = 16, optimizer.lr = 3e-3, optimizer.weight_decay = 0.2}",),
+)
+
+
+def test_a_draw_with_a_stage_is_right(ranks):
+    assert attempt(Pool(ranks), CONFIG, STAGED) == Outcome()
+
+
+def as_if_the_job_had_no_stages(function, *arguments):
+    """On a rank: a learner that does not take a stage's keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.Learner, "begin_stage", lambda learner, config: None)
+        return function(*arguments)
+
+
+def test_keys_of_a_stage_that_have_no_effect_are_found(ranks):
+    found = attempt(Pool(ranks, as_if_the_job_had_no_stages), CONFIG, STAGED)
+    assert "from the reference: loss" in found.fault
+    assert "weights" in found.fault
 
 
 class DyingPool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import compare, score
+from scripts import compare, fork, score
 from scripts.comparison.score import read_scores, write_scores
 from tests.a_against_a import EQUAL, gather_text, launch_here, trials_of_the_command
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
@@ -130,6 +130,47 @@ def test_scores_of_other_sequences_or_of_another_training_are_not_taken_for_thes
     after = read_scores(runs[0])
     assert after.digest == before.digest
     assert after.losses != before.losses
+
+
+@pytest.mark.slow
+def test_a_fork_is_compared_from_its_fork_on(tmp_path):
+    words = (*JOB, "--validation.interval", "4", "--training.steps", "8", "--checkpoint.interval", "4")
+    run, forked, again = (tmp_path / name for name in ("run", "forked", "again"))
+    assert launch_here(["train", str(TINY), *words, "--job.output_dir", str(run)]) == 0
+    for folder, lr in ((forked, "2e-3"), (again, "3e-3")):
+        assert fork.main([str(run), "--at", "4", "--output", str(folder), "--optimizer.lr", lr]) == 0
+        assert launch_here(["train", str(folder / "config.toml")]) == 0
+    for first, second, change in ((run, forked, "0.01 -> 0.002"), (forked, again, "0.002 -> 0.003")):
+        code, report, _ = run_compare(tmp_path, str(first), str(second))
+        assert code == 0
+        [comparison] = report["comparisons"]
+        assert comparison["differs"] == [f"from step 5 on: optimizer.lr: {change}"]
+        shared = "steps 1 to 4, as one is a fork; samples after them: the same in every step"
+        assert comparison["pairing"] == shared
+        curves = [records(folder) for folder in (first, second)]
+        same = [one["loss"] == other["loss"] and one["lr"] == other["lr"] for one, other in zip(*curves, strict=True)]
+        assert same == [True] * 4 + [False] * 4
+        losses = [curve[-1]["validation_loss"] for curve in curves]
+        assert comparison["difference"] == pytest.approx(losses[1] - losses[0], abs=2e-6)
+
+
+@pytest.mark.slow
+def test_runs_with_stages_are_scored_as_they_were_validated(tmp_path):
+    """The model turns positions as its last stage does, and sequences have that stage's length."""
+    stages = "[[stages]]\nat_step = 5\ntraining.seq_len = 24\nmodel.rope_theta = {}\n"
+    for name, theta in (("one", "50.0"), ("other", "900.0")):
+        (tmp_path / f"{name}.toml").write_text(f'base = "{TINY}"\n{stages.format(theta)}')
+        words = (*JOB, "--validation.interval", "10", "--training.steps", "10", "--job.output_dir")
+        assert launch_here(["train", str(tmp_path / f"{name}.toml"), *words, str(tmp_path / name)]) == 0
+    code, report, _ = run_compare(tmp_path, str(tmp_path / "one"), str(tmp_path / "other"))
+    assert code == 0
+    [comparison] = report["comparisons"]
+    assert comparison["differs"] == ["from step 6 on: model.rope_theta: 50.0 -> 900.0"]
+    losses = [records(tmp_path / name)[-1]["validation_loss"] for name in ("one", "other")]
+    assert [config["losses"] for config in report["configs"]] == [[pytest.approx(loss, rel=1e-6)] for loss in losses]
+    assert abs(losses[1] - losses[0]) > 1e-6
+    assert score.main([str(tmp_path / "one"), "--model.rope_theta", "900.0"]) == 0
+    assert abs(np.mean(read_scores(tmp_path / "one").losses) - losses[0]) > 1e-6
 
 
 def test_another_micro_batch_scores_the_same_sequences(experiment, tmp_path):

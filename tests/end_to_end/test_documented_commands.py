@@ -152,6 +152,15 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel score RUN": "python scripts/keel.py score runs/a",
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
+    # Two steps a stage.
+    "keel train debug_stages.toml": f"keel train debug_stages.toml --training.steps 6 --checkpoint.interval 2 {BATCH}"
+    " --stages.0.at_step 2 --stages.1.at_step 4 --stages.1.training.seq_len 64",
+    "keel score runs/debug_stages --step 300 --training.seq_len 256 --data.document_mask false"
+    """ --validation.sequences 32 --validation.sources '[{name = "licenses", kind = "text", path ="""
+    """ "runs/data/python_texts/licenses_held_out.jsonl"}]'""": "keel score runs/debug_stages --step 4"
+    " --training.seq_len 64 --data.document_mask false --validation.sequences 4"
+    """ --validation.sources '[{name = "licenses", kind = "text", path ="""
+    """ "runs/data/python_texts/licenses_held_out.jsonl"}]'""",
     "keel train": "python scripts/keel.py train --help",
     "keel train JOB --nodes 1:4 --ranks 8": "python scripts/keel.py train debug --nodes 1:4 --ranks 8",
     "keel train JOB --ranks N": "python scripts/keel.py train debug --ranks 2 --validate",
@@ -299,6 +308,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "equal: loss, norm and 4 gradients, to 3.9e-16": "what a report prints",
     "WRONG": "the same",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
+    "differs     from step 301 on: optimizer.lr: 0.003 -> 0.001": "the same",
     "weight * sum over experts i of f_i P_i": "a formula",
     "loss in the gradients = main loss + loss_weight / depth * sum over k of L_k": "a formula",
     "<|user|>What does glob.escape do?<|assistant|>Escape all.<|end|><|user|>Thanks<|assistant|>...": "a text",

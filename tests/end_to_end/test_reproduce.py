@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, launch
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, launch, launch_here
 from tests.end_to_end.test_documented_commands import make_clone
 from tests.marked import marked
+from tests.unit.scripts.test_reproduce import VOCAB, first_steps, recorded, write_tokens  # noqa: F401 - a fixture
+from trainer.data.token_file import TokenFolder
+from trainer.step import Learner
 
 
 def keel(folder: Path, words: str, root: Path = ROOT) -> tuple[int, str]:
@@ -63,6 +67,54 @@ def test_a_changed_line_of_code_is_named(elsewhere, tmp_path):
     assert "NOT EQUAL: step 1 is the first that differs by more than round-off" in said
     assert re.search(r"code: Keel's code \w+ -> \w+, in models\n", said)
     assert "values:" not in said
+
+
+@pytest.mark.slow
+def test_one_other_token_is_named_on_another_mesh(recorded, tmp_path):  # noqa: F811
+    """Somebody else has the data, but for one token."""
+    ids = TokenFolder(recorded / "code", VOCAB + 20).read(0, 4000)
+    place, step = next((place, step) for place, step in first_steps(recorded, "code").items() if step > 4)
+    ids[place] += 1
+    for name in ("run.json", "t.model"):
+        shutil.copy(recorded / name, tmp_path)
+    shutil.copytree(recorded / "web", tmp_path / "web")
+    write_tokens(tmp_path, "code", ids)
+    places = "--data.sources.0.path web --data.sources.1.path code --tokenizer.path t.model"
+    code, said = keel(tmp_path, f"run.json --ranks 2 {places}")
+    assert code == 1, said
+    assert f"NOT EQUAL: step {step} is the first that differs" in said
+    assert f"data: step {step} is the first that read other tokens (code: other content)" in said
+    assert "values:" not in said
+    code, said = keel(tmp_path, f"run.json --ranks 2 {places} --steps {step - 1}")
+    assert code == 0, said
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_a_weight_is_named_on_another_mesh(tmp_path, monkeypatch):
+    """Memory has flipped one before step 6 of the run that is recorded."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    gradients = Learner.gradients
+    seen = []
+
+    def flipped(learner: Learner, *arguments):
+        seen.append(1)
+        if len(seen) == 6:
+            weight = learner.parameters["layers.1.mlp.up_proj.weight"].detach()
+            weight.view(torch.int32).view(-1)[5] ^= 1 << 29
+        return gradients(learner, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "gradients", flipped)
+        assert launch_here(there, "--metrics.fingerprint", "true", "--training.steps", "8") == 0
+    code, said = keel(there, "run --write run.json")
+    assert code == 0, said
+    shutil.move(there / "run.json", here)
+    code, said = keel(here, "run.json --ranks 2")
+    assert code == 1, said
+    assert "NOT EQUAL: step 6 is the first that differs by more than round-off" in said
+    assert "values: data, job, code and torch are the same" in said
 
 
 def test_words_that_go_with_one_form_only(tmp_path):

@@ -116,24 +116,36 @@ def test_stops_in_each_stage_and_at_its_borders_leave_no_trace(folder: Path, mod
     assert_same_tensors(tensors(run), tensors(folder / straight))
 
 
+EXACT = "--training.reduction '\"exact\"'"
+DOUBLE = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
+EXPERTS = f"{DOUBLE} --model.n_experts 4 --model.experts_per_token 2 --model.ffn_dim 32"
+DDP = "--mesh.dp_replicate 2 --mesh.dp_shard 1"
+OWNER = f"{DDP} --fsdp.partition owner"
+MESHES = {  # the run's words, and the mesh of each launch: two ranks, or one process
+    "bits": (EXACT, ["--mesh.dp_shard 2", DDP, "--mesh.pp 2", None, "--mesh.pp 2", DDP]),
+    "bits, owner": (EXACT, [OWNER, None, "--mesh.dp_shard 2 --fsdp.zero_stage 1", OWNER, "--mesh.dp_shard 2", None]),
+    "rounding": (DOUBLE, ["--mesh.cp 2", OWNER, "--mesh.tp 2", None, "--mesh.cp 2", OWNER]),
+    "experts": (EXPERTS, ["--mesh.ep 2", None, f"--mesh.ep 2 {OWNER}", "--mesh.cp 2", "--mesh.ep 2", "--mesh.pp 2"]),
+}
+
+
 @pytest.mark.slow
-def test_another_mesh_goes_on_with_the_same_curve(folder: Path):
-    words = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
-    launch(folder, f"{words} --job.output_dir straight64", config=folder / "job.toml")
-    for steps, ranks, mesh in (
-        (5, 2, ""),
-        (7, 0, ""),
-        (10, 2, "--mesh.tp 2"),
-        (13, 2, ""),
-        (16, 2, "--mesh.pp 2"),
-        (20, 0, ""),
-    ):
-        launch(
-            folder, f"{words} {mesh} --job.output_dir moved --training.steps {steps}", ranks, config=folder / "job.toml"
-        )
-    assert curve(folder / "moved") == [pytest.approx(point, rel=1e-10) for point in curve(folder / "straight64")]
-    ours, theirs = tensors(folder / "moved"), tensors(folder / "straight64")
-    for name, tensor in theirs.items():
+@pytest.mark.parametrize("meshes", MESHES)
+def test_a_run_stopped_in_each_stage_and_at_its_borders_goes_on_on_other_meshes(folder: Path, meshes):
+    """With exact sums with the same bits, else to 1e-10."""
+    words, launches = MESHES[meshes]
+    straight, moved = (folder / f"{name}, {meshes}" for name in ("straight", "moved"))
+    launch(folder, f"{words} --job.output_dir '{straight}'", config=folder / "job.toml")
+    for steps, mesh in zip((5, 7, 10, 13, 16, 20), launches, strict=True):
+        own = f"{words} {mesh or ''} --job.output_dir '{moved}' --training.steps {steps}"
+        launch(folder, own, 2 if mesh else 0, config=folder / "job.toml")
+    if words is EXACT:
+        assert curve(moved) == curve(straight)
+        assert_same_tensors(tensors(moved), tensors(straight))
+        return
+    assert curve(moved) == [pytest.approx(point, rel=1e-10) for point in curve(straight)]
+    ours = tensors(moved)
+    for name, tensor in tensors(straight).items():
         assert (ours[name] - tensor).norm() <= 1e-10 * tensor.norm(), name
 
 

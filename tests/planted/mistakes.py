@@ -231,12 +231,12 @@ def loss_is_divided_by_the_own_tokens() -> AbstractContextManager:
 
 @contextmanager
 def all_ranks_read_the_same_samples() -> Iterator[None]:
-    batches = parity_compare.batches
+    steps_through = parity_compare.steps_through
 
-    def of_rank_zero(config: Any, _rank: int, *others: Any) -> Any:
-        return batches(config, 0, *others)
+    def of_rank_zero(stages: Any, _rank: int, *others: Any) -> Any:
+        return steps_through(stages, 0, *others)
 
-    with patch.object(parity_compare, "batches", of_rank_zero):
+    with patch.object(parity_compare, "steps_through", of_rank_zero):
         yield
 
 

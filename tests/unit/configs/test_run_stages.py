@@ -43,6 +43,20 @@ def job(tmp_path):
     return write
 
 
+def test_a_stored_job_is_read_as_of_a_step(job, tmp_path):
+    """What a score is computed with; overrides apply to the stage's keys."""
+    stored = tmp_path / "stored.toml"
+    stored.write_text(job().to_toml())
+    stages = job().stages
+    for step in (0, 1, 3, 4, 6, 7, 8, 9, 50):
+        found = load(str(stored), is_stored=True, at_step=step)
+        assert found.later_stages == ()
+        assert found.config == stage_of(stages, max(1, step)).config.model_copy(update={"stages": []})
+    found = load(str(stored), ["--training.seq_len", "48", "--data.sources.1.weight", "2"], is_stored=True, at_step=7)
+    assert (found.config.training.seq_len, found.config.training.global_batch_size) == (48, 4)
+    assert [source.weight for source in found.config.data.sources] == [3, 2]
+
+
 def test_a_stage_holds_until_another_sets_the_key_again(job):
     stages = job("[average]\ninterval = 1\n" + STAGES).stages
     # 3 steps of 8 x 32 tokens, then 8 x 64: 2,000 tokens are reached with the sixth step.

@@ -157,14 +157,14 @@ def test_options_may_stand_between_inputs(tmp_path, monkeypatch, capsys, main, w
 def test_one_rank_scores_a_run_of_any_mesh(tmp_path, mesh, words, ranks, sizes):
     inherited = ROOT / "configs" / "parity.toml"
     (tmp_path / "config.toml").write_text(f'base = "{inherited}"\n[mesh]\n{mesh}\n')
-    found = mesh_sizes(load_for_scoring(tmp_path, words, ranks).config, ranks)
+    found = mesh_sizes(load_for_scoring(tmp_path, 1, words, ranks).config, ranks)
     assert (found.dp, found.tp, found.pp) == sizes
 
 
 def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
     (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
     with pytest.raises(ConfigError, match="mesh"):
-        load_for_scoring(tmp_path, ("--mesh.tp", "2"), 1)
+        load_for_scoring(tmp_path, 1, ("--mesh.tp", "2"), 1)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_steps_that_no_rates_are_trained_for_are_refused(capsys):
 def test_a_score_refuses_the_keys_that_only_training_reads(tmp_path, key):
     (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
     with pytest.raises(ConfigError, match=f"^--{key}: without effect on a run that is trained already"):
-        load_for_scoring(tmp_path, (f"--{key}=1",), 1)
+        load_for_scoring(tmp_path, 1, (f"--{key}=1",), 1)
 
 
 def test_a_score_takes_the_names_of_own_code(tmp_path):
     (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
-    job = load_for_scoring(tmp_path, ("--optimizer.name", "lion", "--validation.sequences", "3"), 1)
+    job = load_for_scoring(tmp_path, 1, ("--optimizer.name", "lion", "--validation.sequences", "3"), 1)
     assert (job.config.optimizer.name, job.config.validation.sequences) == ("lion", 3)
 
 
