@@ -146,7 +146,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/parity.py": "python scripts/parity.py --list",
     "python scripts/parity.py --exact --dtype float32": "python scripts/parity.py --exact --dtype float32"
     " --rows '1 process, none, eager, accumulation 1'",
-    "keel score runs/chat --step 300 --validation.sources"
+    "keel score runs/chat --step 300 --training.seq_len 256 --data.document_mask false --validation.sources"
     """ '[{name = "chats", kind = "tokens", path = "runs/data/chats/validation"}]'""": "keel score runs/debug"
     """ --validation.sequences 8 --validation.sources '[{name = "noise", kind = "synthetic"}]'""",
     "keel score RUN": "python scripts/keel.py score runs/a",

@@ -71,8 +71,10 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_cluster_of_ray_gives_the_bytes_of_one_process_although_a_worker_is_killed(cluster, tmp_path):
+@pytest.mark.parametrize("named", ["--ray", "RAY_ADDRESS", "auto"])
+def test_a_cluster_of_ray_gives_the_bytes_of_one_process_although_a_worker_is_killed(cluster, tmp_path, named):
     address, session = cluster
+    environment = ENVIRONMENT | ({"RAY_ADDRESS": address} if named == "RAY_ADDRESS" else {})
     texts = [f"def function_{i % 3000}(x):\n    return x + {i % 3000}\n" * 9 for i in range(20_000)]
     (tmp_path / "text").mkdir()
     for i in range(4):
@@ -82,8 +84,9 @@ def test_a_cluster_of_ray_gives_the_bytes_of_one_process_although_a_worker_is_ki
     prepare([str(tmp_path / "text")], tmp_path / "one", tmp_path / "t.model", drop_duplicates=True)
 
     words = [str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "t.model")]
-    command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), *words, "--drop-duplicates", "--ray", address]
-    process = subprocess.Popen(command, env=ENVIRONMENT)
+    command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), *words, "--drop-duplicates"]
+    command += ["--ray", address if named == "--ray" else "auto"]
+    process = subprocess.Popen(command, env=environment)
     working = tmp_path / ".out.shards"
     while not list(working.glob("unfinished.*/raw/.*.tmp")):  # until one is in the middle of a file
         assert process.poll() is None
@@ -96,10 +99,13 @@ def test_a_cluster_of_ray_gives_the_bytes_of_one_process_although_a_worker_is_ki
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "here", "127.0.0.1:123456"])
-def test_where_no_ray_runs_one_line_says_so(tmp_path, capsys, address):
+def test_where_no_ray_runs_one_line_says_so(tmp_path, capsys, monkeypatch, address):
     pytest.importorskip("ray")
     (tmp_path / "a.txt").write_text("a text")
     train_sentencepiece(iter(["a text " * 99, "another one " * 99]), tmp_path / "t.model", 270)
     words = [str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "t.model")]
     assert prepare_data([*words, "--ray", address]) == 1
     assert f"error: --ray {address}: not HOST:PORT of a cluster of Ray that runs (" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert prepare_data([*words, "--ray", "auto"]) == 1
+    assert f"error: RAY_ADDRESS {address}: not HOST:PORT of a cluster of Ray that runs (" in capsys.readouterr().err

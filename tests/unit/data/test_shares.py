@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -517,6 +518,15 @@ def test_without_ray_one_line_says_how_to_get_it(tmp_path, tokenizer, capsys, mo
     words = [*write_corpus(tmp_path), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
     assert prepare_data([*words, "--ray", "auto"]) == 1
     assert "--ray: shards as tasks of Ray need the package ray; install it: pip install ray" in capsys.readouterr().err
+
+
+def test_an_address_of_ray_from_the_environment_is_tried_first(tmp_path, tokenizer, capsys, monkeypatch):
+    """Ray itself would try for many minutes."""
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    words = [*write_corpus(tmp_path), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+    assert prepare_data([*words, "--ray", "auto"]) == 1
+    assert "error: RAY_ADDRESS 127.0.0.1:1: not HOST:PORT of a cluster of Ray that runs (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["2/2", "0/0", "-1/2", "1", "1/65537", "a/b", "1/2/3"])

@@ -36,13 +36,14 @@ def make_shares_on_ray(call: Call, address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody was asked
     ray = import_package("ray", "--ray: shards as tasks of Ray")
     call.progress(0, None, f"looking for Ray at {address}")
-    if address != "auto":
-        _require_open(address)
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address  # as Ray understands "auto"
+    if named not in ("", "auto"):
+        _require_open(named, "RAY_ADDRESS" if address == "auto" else "--ray")
     path = f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     # Ray gives its workers the script's folder, in which modules have the names of Keel's packages.
     sys.path[:] = [place for place in sys.path if place != str(_ROOT / "scripts")]
     try:
-        ray.init(address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+        ray.init(named or "auto", log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"--ray {address}: no cluster of Ray answers ({str(error).splitlines()[0]})") from None
     try:
@@ -53,7 +54,7 @@ def make_shares_on_ray(call: Call, address: str) -> None:
         ray.shutdown()
 
 
-def _require_open(address: str) -> None:
+def _require_open(address: str, name: str) -> None:
     """Try the port, since Ray itself tries for many minutes.
 
     Raises:
@@ -63,7 +64,7 @@ def _require_open(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:
-        raise UserError(f"--ray {address}: not HOST:PORT of a cluster of Ray that runs ({error})") from None
+        raise UserError(f"{name} {address}: not HOST:PORT of a cluster of Ray that runs ({error})") from None
 
 
 def _make_shares(ray: Any, call: Call) -> None:
