@@ -18,8 +18,9 @@ from configs.layout import tokens_per_step
 from configs.own_code import is_admitted, is_import_path, takes
 from configs.reading.keys import KeyPath, dotted, find, leaves
 from configs.reading.merge import Layers
+from configs.reading.toml_text import text_or_not_set
 from configs.run_change import run_key_diff
-from configs.schema import Config
+from configs.schema import Config, Source
 
 TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "validation")
 CHANGEABLE = (
@@ -219,6 +220,7 @@ def _may_change(path: KeyPath) -> bool:
 def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
     """What is wrong between stages that are each right by themselves."""
     yield from _other_lengths(stages)
+    yield from _other_data(stages)
     for one, other in pairwise(stages):
         index = other.border.table
         if other.border.after <= one.border.after:
@@ -254,6 +256,22 @@ def _other_lengths(stages: Sequence[RunStage]) -> Iterator[Problem]:
                     f"of {seq_len} here, and its class takes no argument `earlier`, by which it could go on (docs/"
                     "own_models.md); leave it out, or give it another name, under which it begins again",
                 )
+
+
+def _other_data(stages: Sequence[RunStage]) -> Iterator[Problem]:
+    """The sources whose name stands for other data than in an earlier stage: how far they were read says nothing."""
+    before: dict[str, Source] = {}
+    for stage in stages:
+        for index, source in enumerate(stage.config.data.sources):
+            earlier = before.setdefault(source.name, source)
+            for key in ("kind", "path", "text_key", "document_length"):
+                was, now = (text_or_not_set(getattr(each, key)) for each in (earlier, source))
+                if was != now:
+                    yield (
+                        f"stages.{stage.border.table}.data.sources.{index}.{key}",
+                        f'{key} of the source "{source.name}" changes here: {was} -> {now}. It would go on where an '
+                        "earlier stage has left it; give other data another name",
+                    )
 
 
 def _never_trained(config: Config) -> list[str]:
