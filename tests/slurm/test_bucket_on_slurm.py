@@ -83,5 +83,5 @@ def test_an_elastic_run_goes_on_without_a_lost_node(slurm, server, whole, tmp_pa
         assert job.end() == ("COMPLETED", "0:0"), log(tmp_path)
     finally:
         slurm.bring_back(lost)
-    assert len(Bucket(url).list("incarnations/")) == 2
+    assert len(Bucket(url).list("incarnations/")) >= 2
     assert curve_there(url, tmp_path) == whole

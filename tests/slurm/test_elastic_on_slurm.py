@@ -14,9 +14,9 @@ from tests.slurm.test_launch_on_slurm import log, preempt, submit, until_step
 
 pytestmark = pytest.mark.slow
 
-STEPS = 60
+STEPS = 200
 JOB = (
-    f"--training.steps {STEPS} --lr_schedule.total_steps {STEPS} --checkpoint.interval 10 --checkpoint.keep_last 2 "
+    f"--training.steps {STEPS} --lr_schedule.total_steps {STEPS} --checkpoint.interval 20 --checkpoint.keep_last 2 "
     "--metrics.tensorboard false --training.reduction exact --job.timeout_seconds 30"
 ).split()
 
@@ -56,14 +56,15 @@ def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[tupl
     job = submit(slurm, "slurm_elastic.sh", folder, JOB, ("--nodes=2",))
     assert job.end() == ("COMPLETED", "0:0"), log(folder)
     assert "the run is done (srun's exit code: 0)" in log(folder)
-    assert ranks_of_launches(folder / "run") == [2]
+    assert ranks_of_launches(folder / "run")[-1] == 2  # a node that was late has joined
     return curve(folder / "run")
 
 
 def test_a_run_goes_on_without_a_lost_node_and_keeps_the_bits_of_the_curve(slurm, whole, tmp_path):
     assert [step for step, _, _ in whole] == list(range(1, STEPS + 1))
     job = submit(slurm, "slurm_elastic.sh", tmp_path, JOB, ("--nodes=2",))
-    until_step(slurm, job, tmp_path, 15)  # after the first checkpoint
+    until_step(slurm, job, tmp_path, 25)  # after the first checkpoint
+    slurm.until(lambda: ranks_of_launches(tmp_path / "run")[-1] == 2, "both nodes train")
     *_, lost = job.nodes()
     try:
         lose(slurm, lost, job)
@@ -72,7 +73,7 @@ def test_a_run_goes_on_without_a_lost_node_and_keeps_the_bits_of_the_curve(slurm
         slurm.bring_back(lost)
     assert job.show("Restarts") == "0"
     assert status(tmp_path / "run")["state"] == "done"
-    assert ranks_of_launches(tmp_path / "run") == [2, 1]
+    assert ranks_of_launches(tmp_path / "run")[-2:] == [2, 1]
     assert curve(tmp_path / "run") == whole
 
 
@@ -105,7 +106,7 @@ def test_a_mistake_in_the_job_ends_it_on_all_nodes(slurm, tmp_path):
 def test_a_job_whose_first_node_is_lost_is_handed_in_again(slurm, whole, tmp_path):
     """The script and the store in which the hosts meet are lost with the node."""
     job = submit(slurm, "slurm_elastic.sh", tmp_path, JOB, ("--nodes=2",))
-    until_step(slurm, job, tmp_path, 15)
+    until_step(slurm, job, tmp_path, 25)
     lost, *_ = job.nodes()
     try:
         lose(slurm, lost, job)
