@@ -25,6 +25,7 @@ from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
 from checkpoint.reproducibility import CODE, changed_settings, changed_surroundings
 from checkpoint.shards import State, shards_of
 from checkpoint.storage import Storage
+from checkpoint.tensor_stream import entry_of
 from checkpoint.verify import content_damages
 from configs.errors import ConfigError, listed
 from configs.places import standing_for
@@ -37,7 +38,7 @@ TrainerState = dict[str, Any]
 OPTIMIZER = "optimizer."
 AVERAGE = "average."
 UPDATES = "average_updates"
-"""The number of the average's updates."""
+"""The number of the average's updates; of a mean of copies, the step of each."""
 
 
 def _ignore(text: str) -> None:
@@ -288,12 +289,14 @@ class Reader:
     ) -> None:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 
-        The average of the weights is left out where only one side has it, as job.allow_run_change allows.
+        The average of the weights is left out where only one side has it, or both have another kind, as
+        job.allow_run_change allows.
         """
-        if UPDATES not in found.metadata.state_dict_metadata:
+        saved = found.metadata.state_dict_metadata
+        is_alike = UPDATES in saved and UPDATES in state
+        if not is_alike or entry_of(found.metadata, UPDATES).size != state[UPDATES].shape:
             state = _without_average(state)
-        elif UPDATES not in state:
-            tensors = _without_average(found.metadata.state_dict_metadata)
+            tensors = _without_average(saved)
             found = replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))
         shards = shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))

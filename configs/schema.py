@@ -304,18 +304,26 @@ class LrSchedule(Table):
 
 
 class Average(Table):
-    """Exponential moving average of the weights, kept beside them (docs/evaluation.md)."""
+    """An average of the weights, kept beside them: an exponential one, or the mean of the last (docs/evaluation.md)."""
 
     interval: NonNegativeInt = 0
     """Steps between updates of the average; 0: none is kept."""
-    decay: Annotated[float, Field(ge=0, lt=1), only_with("interval", reason="which keeps no average")] = 0.999
+    decay: Annotated[
+        float,
+        Field(ge=0, lt=1),
+        only_with("interval", reason="which keeps no average"),
+        only_with("last", 0, reason="whose mean has no decay"),
+    ] = 0.999
     """Share of the average that an update keeps: it covers about interval / (1 - decay) steps, so keep that well below
     the length of the run."""
+    last: Annotated[NonNegativeInt, only_with("interval", reason="which keeps no average")] = 0
+    """Number of updates whose mean is the average (LAWA); each is kept in memory and in checkpoints; 0: the average is
+    exponential."""
     start_step: Annotated[NonNegativeInt, only_with("interval", reason="which keeps no average")] = 0
     """The first update, interval steps after this one, copies the weights."""
     dtype: Annotated[Literal["float32", "bfloat16"], only_with("interval", reason="which keeps no average")] = "float32"
-    """Type of the average; bfloat16 halves its memory, and rounds it stochastically, the same on any mesh; float32
-    stands for training.dtype if that is another type."""
+    """Type of the average; bfloat16 halves its memory, and rounds an exponential one stochastically, the same on any
+    mesh; float32 stands for training.dtype if that is another type."""
 
 
 class Float8(Table):

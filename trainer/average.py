@@ -1,17 +1,20 @@
-"""An exponential moving average of the weights, which evaluates better than the weights themselves while they move.
+"""An average of the weights, which evaluates better than the weights themselves while they move.
 
 It is kept beside the weights: each rank averages the part that it saves (its shard, or the parameters that it owns), so
 no communication is needed, and a checkpoint moves it between meshes as it moves weights. Training does not see it.
 
-In bfloat16 it takes half of the memory. An update then moves most elements by less than half of their last bit, so each
-is rounded stochastically, by a hash of the step and of its place in the whole parameter (see `kernels/keyed.py`).
+An exponential average in bfloat16 takes half of the memory. An update then moves most elements by less than half of
+their last bit, so each is rounded stochastically, by a hash of the step and of its place in the whole parameter (see
+`kernels/keyed.py`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from checkpoint.mean import mean_of
 from checkpoint.reader import AVERAGE, UPDATES
 from configs.schema import Average
 from parallelisms.part import part_of
@@ -22,51 +25,95 @@ _AT_ONCE = 16
 """Tensors whose distance from the average is in memory at the same time."""
 
 
-class WeightAverage:
+class WeightAverage(ABC):
     """The average of this rank's weights."""
 
-    def __init__(self, config: Average, weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
+    def __init__(self, config: Average, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         """
         Args:
             config: [average], with an interval.
             weights: returns this rank's trained weights, by name; called each time, since FSDP may move them.
-            seed: the run's, by which an average in bfloat16 is rounded.
         """
         self._config = config
         self._weights = weights
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
-        self._averages = {name: weight.to(dtype=self._dtype, copy=True) for name, weight in weights().items()}
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint, by name; to restore, load into them in place and call `was_loaded`."""
+
+    @abstractmethod
+    def was_loaded(self) -> None:
+        """Note that something may have been loaded into `state`."""
+
+    @property
+    @abstractmethod
+    def has_begun(self) -> bool:
+        """Whether there is an average."""
+
+    @abstractmethod
+    def update(self, number: int, skip: Tensor) -> None:
+        """Take in the weights after step `number`, if that is due; the first update copies them.
+
+        Args:
+            number: the step's.
+            skip: a scalar, 1. if the step has changed nothing.
+        """
+
+    @abstractmethod
+    def take_back(self, number: int) -> None:
+        """Forget the update after step `number`, which changed no weight and will be computed again."""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Have the average in the place of the weights, in their own type; a second time brings them back."""
+
+    def _copy_of_weights(self) -> dict[str, Tensor]:
+        return {name: weight.to(dtype=self._dtype, copy=True) for name, weight in self._weights().items()}
+
+    def _updates(self, size: tuple[int, ...]) -> Tensor:
+        """Numbers that say what was taken in, on the device of the weights; all 0: nothing."""
+        device = next((local_part(weight).device for weight in self._weights().values()), torch.device("cpu"))
+        return torch.zeros(size, dtype=torch.int64, device=device)
+
+    def _is_due(self, number: int) -> bool:
+        start = self._config.start_step
+        return number > start and (number - start) % self._config.interval == 0
+
+
+def average_of(config: Average, weights: Callable[[], Mapping[str, Tensor]], seed: int) -> WeightAverage:
+    """The average that a job keeps; arguments as of the classes."""
+    return MeanOfLast(config, weights) if config.last else ExponentialAverage(config, weights, seed)
+
+
+class ExponentialAverage(WeightAverage):
+    """Moves by a share of its distance from the weights."""
+
+    def __init__(self, config: Average, weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
+        """`seed`: the run's, by which an average in bfloat16 is rounded."""
+        super().__init__(config, weights)
+        self._averages = self._copy_of_weights()
         keyed = weights() if self._dtype else {}
         self._keys = {name: key_of(seed, name, part_of(weight), "average") for name, weight in keyed.items()}
         self._is_exchanged = False
-        device = next((local_part(average).device for average in self._averages.values()), torch.device("cpu"))
-        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = self._updates(())
         """Updates so far; 0: what `_averages` holds is no average yet."""
         self._has_begun: bool | None = False
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, by name; to restore, load into them in place and call `was_loaded`."""
-        return {f"{AVERAGE}{name}": average for name, average in self._averages.items()} | {UPDATES: self._updates}
+        return {f"{AVERAGE}{name}": average for name, average in self._averages.items()} | {UPDATES: self._count}
 
     def was_loaded(self) -> None:
-        """Note that something may have been loaded into `state`."""
         self._has_begun = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is an average."""
         if self._has_begun is None:
-            self._has_begun = bool(self._updates)
+            self._has_begun = bool(self._count)
         return self._has_begun
 
     @torch.no_grad()
     def update(self, number: int, skip: Tensor) -> None:
-        """Move the average towards the weights after step `number`, if that is due; the first update copies them.
-
-        Args:
-            number: the step's.
-            skip: a scalar, 1. if the step has changed nothing; the average stays as it is then.
-        """
         if not self._is_due(number):
             return
         averages = [local_part(average) for average in self._averages.values()]
@@ -78,29 +125,81 @@ class WeightAverage:
         elif averages:
             _move(averages, weights, share)
         self._has_begun = True
-        self._updates += 1
+        self._count += 1
 
     def take_back(self, number: int) -> None:
-        """Forget the update after step `number`, which changed no weight and will be computed again."""
         if self._is_due(number):
-            self._updates -= 1
+            self._count -= 1
             self._has_begun = None
-
-    def _is_due(self, number: int) -> bool:
-        start = self._config.start_step
-        return number > start and (number - start) % self._config.interval == 0
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the values of this rank's weights with those of their average; a second time brings them back.
-
-        In between, the weights lie in their own type where the average was.
-        """
+        # In between, the weights lie in their own type where the average was.
         self._is_exchanged = not self._is_exchanged
         for name, weight in self._weights().items():
             kept = weight.to(dtype=None if self._is_exchanged else self._dtype, copy=True)
             local_part(weight).copy_(local_part(self._averages[name]))
             self._averages[name] = kept
+
+
+class MeanOfLast(WeightAverage):
+    """The mean of the weights after the last updates, of which there is a copy each (LAWA, Kaddour 2022,
+    arXiv:2209.14981)."""
+
+    def __init__(self, config: Average, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__(config, weights)
+        self._copies = [self._copy_of_weights() for _ in range(config.last)]
+        self._numbers = self._updates((config.last,))
+        """The step after which each copy was made; 0: none was."""
+        self._steps: list[int] | None = [0] * config.last
+        """The same; None: not known on this side of the device."""
+        self._aside: dict[str, Tensor] = {}
+        """The weights, while their mean has their place."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{AVERAGE}{index}.{name}": copy for index, each in enumerate(self._copies) for name, copy in each.items()
+        } | {UPDATES: self._numbers}
+
+    def was_loaded(self) -> None:
+        self._steps = None
+
+    @property
+    def has_begun(self) -> bool:
+        return any(self._known_steps())
+
+    def _known_steps(self) -> list[int]:
+        if self._steps is None:
+            self._steps = self._numbers.tolist()
+        return self._steps
+
+    @torch.no_grad()
+    def update(self, number: int, skip: Tensor) -> None:
+        if self._is_due(number):
+            steps = self._known_steps()
+            oldest = steps.index(min(steps))
+            for name, weight in self._weights().items():
+                local_part(self._copies[oldest][name]).copy_(local_part(weight))
+            self._note(oldest, number)
+
+    def take_back(self, number: int) -> None:
+        if number in self._known_steps():
+            self._note(self._known_steps().index(number), 0)
+
+    def _note(self, index: int, number: int) -> None:
+        self._known_steps()[index] = number
+        self._numbers[index] = number
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        made = [copies for copies, step in zip(self._copies, self._known_steps(), strict=True) if step]
+        for name, weight in self._weights().items():
+            own = local_part(weight)
+            if name in self._aside:
+                own.copy_(self._aside.pop(name))
+            else:
+                self._aside[name] = own.clone()
+                own.copy_(mean_of([local_part(copies[name]) for copies in made], own.dtype))
 
 
 def _move(averages: list[Tensor], weights: list[Tensor], share: Tensor | None) -> None:

@@ -48,7 +48,7 @@ from parallelisms.ranges import named_range
 from parallelisms.streams import queue_gathers
 from parallelisms.sums import Sums, sums_of
 from parallelisms.ties import TiedEnds
-from trainer.average import WeightAverage
+from trainer.average import WeightAverage, average_of
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
@@ -432,7 +432,7 @@ def _average(config: Config, optimizer: TrainingOptimizer, trained: dict[str, nn
     """The average of what this rank saves of the parameters that are not always frozen; None if none is kept."""
     if not config.average.interval:
         return None
-    return WeightAverage(config.average, partial(saved_weights, optimizer, trained), config.training.seed)
+    return average_of(config.average, partial(saved_weights, optimizer, trained), config.training.seed)
 
 
 def _tied_ends(config: Config, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:

@@ -16,7 +16,8 @@ from checkpoint.find import tokenizer_of
 from checkpoint.index import read_metadata
 from checkpoint.lock import ReadLock
 from checkpoint.manifest import config_hash, read_manifest
-from checkpoint.reader import AVERAGE, MODEL
+from checkpoint.mean import mean_of
+from checkpoint.reader import AVERAGE, MODEL, UPDATES
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import Counter, Progress, entry_of, n_bytes, read_tensor, write_tensors
 from checkpoint.verify import check_tensors
@@ -68,6 +69,7 @@ class _Source:
         self.metadata = read_metadata(folder)
         self.names = [name for name in self.metadata.state_dict_metadata if name.startswith(MODEL)]
         self._has_average = has_average
+        self._copies: list[int] = []  # of an average that is the mean of copies, those that were made
         if has_average and not any(name.startswith(AVERAGE) for name in self.metadata.state_dict_metadata):
             raise UserError(
                 f"{folder} has no average of the weights; name several checkpoints, whose mean to take (--last N), or "
@@ -75,6 +77,11 @@ class _Source:
             )
         prefixes = (MODEL, AVERAGE) if has_average else (MODEL,)
         check_tensors(folder, self.manifest, self.metadata, *prefixes)
+        if has_average:
+            updates = read_tensor(folder, self.metadata, UPDATES)
+            if not updates.any():
+                raise UserError(f"{folder}: the average has not begun yet; it does so after average.start_step")
+            self._copies = [index for index, step in enumerate(updates.tolist()) if step] if updates.ndim else []
 
     def tensors(self) -> dict[str, str]:
         """The weights, described."""
@@ -82,10 +89,12 @@ class _Source:
 
     def read(self, name: str) -> Tensor:
         """A weight, or its average, in the weight's type."""
-        average = AVERAGE + name.removeprefix(MODEL)
-        is_averaged = self._has_average and average in self.metadata.state_dict_metadata
-        tensor = read_tensor(self.folder, self.metadata, average if is_averaged else name)
-        return tensor.to(entry_of(self.metadata, name).properties.dtype)
+        dtype = entry_of(self.metadata, name).properties.dtype
+        stem = name.removeprefix(MODEL)
+        names = [f"{AVERAGE}{index}.{stem}" for index in self._copies] or [AVERAGE + stem]
+        if not self._has_average or names[0] not in self.metadata.state_dict_metadata:
+            names = [name]
+        return mean_of([read_tensor(self.folder, self.metadata, each) for each in names], dtype)
 
 
 def _means(sources: Sequence[_Source], progress: Progress) -> Iterator[tuple[str, Tensor]]:

@@ -97,7 +97,10 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
 
 def _average(config: Config, _: int | None) -> Iterator[Problem]:
     average = config.average
-    if average.interval and average.dtype == "float32" and config.training.dtype == "bfloat16":
+    if average.last == 1:
+        yield "average.last", "the mean of one update is the weights themselves; set at least 2"
+    is_exponential = average.interval and not average.last
+    if is_exponential and average.dtype == "float32" and config.training.dtype == "bfloat16":
         yield (
             "average.interval",
             f"with decay {average.decay}, each update of an average in the weights' type, bfloat16, would be rounded "

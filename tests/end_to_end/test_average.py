@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from checkpoint.index import read_metadata
+from checkpoint.tensor_stream import read_tensor
 from scripts import checkpoint
 from tests.end_to_end.launch import curve, launch, records, tensors
 from tests.marked import marked
@@ -87,6 +89,43 @@ def test_its_loss_is_that_of_a_run_from_the_averaged_checkpoint(tmp_path):
     plain = WORDS.replace("--average.decay 0.6 --average.start_step 1", "").replace("--average.interval 1", "")
     launch(tmp_path, f"{plain} {still} --job.output_dir from_it")
     assert validated(tmp_path / "from_it", "validation_loss")[2] == pytest.approx(of_average[6], rel=1e-12)
+
+
+@pytest.mark.parametrize("case", marked(MESHES, slow=[FIRST], long=OTHERS))
+def test_the_mean_of_the_last_on_every_mesh_and_after_stops(tmp_path, case):
+    """It is the mean of the last three checkpoints, which the command computes as well."""
+    ranks, model, mesh = MESHES[case]
+    words = WORDS.replace("--average.decay 0.6", "--average.last 3")
+    launch(tmp_path, f"{words}{model} --job.output_dir alone")
+    for steps in (3, STEPS):
+        launch(tmp_path, f"{words}{model} {mesh} --job.output_dir stopped --training.steps {steps}", ranks)
+    alone, stopped = tmp_path / "alone", tmp_path / "stopped"
+    losses = validated(alone, "validation_loss")
+    of_average = validated(alone, "validation_average_loss")
+    assert of_average[2] == losses[2]
+    assert of_average[6] != losses[6]
+    assert validated(stopped, "validation_average_loss") == pytest.approx(of_average, rel=1e-10)
+    for output, words in (("kept", []), ("computed", ["--last", "3"])):
+        assert checkpoint.main(["average", str(stopped), str(tmp_path / output), *words]) == 0
+    kept, computed = (
+        {name: read_tensor(folder, metadata, name) for name in metadata.state_dict_metadata}
+        for folder, metadata in ((f, read_metadata(f)) for f in (tmp_path / "kept", tmp_path / "computed"))
+    )
+    assert kept.keys() == computed.keys()
+    for name, mean in kept.items():
+        torch.testing.assert_close(mean, computed[name], rtol=1e-14, atol=1e-14)
+
+
+def test_of_another_kind_it_begins_anew_where_that_is_allowed(tmp_path):
+    plain = "--checkpoint.interval 0 --job.output_dir run --average.interval 1"
+    launch(tmp_path, f"{plain} --training.steps 3")
+    refused = launch(tmp_path, f"{plain} --training.steps 4 --average.last 3", expect=78)
+    assert "average.last: 0 -> 3" in refused.said
+    for last, step in ((3, 4), (2, 5), (0, 6)):
+        words = f"--training.steps {step} --average.last {last} --job.allow_run_change true"
+        launch(tmp_path, f"{plain} {words}")
+        found = named(tmp_path / "run", step, "average_updates")[""]
+        assert found.tolist() == ([step] + [0] * (last - 1) if last else 1)
 
 
 def test_it_can_be_added_to_a_run_and_left_out_where_that_is_allowed(tmp_path):

@@ -66,7 +66,7 @@ def optimizer_bytes(
             kept = whole if config.fsdp.owner_broadcast_dtype else 1
             own *= kept
             for key, tensor in states[kind].items():
-                times = kept if key == AVERAGE else whole
+                times = kept if key.startswith(AVERAGE) else whole
                 own += tensor.itemsize * (size * times if tensor.shape == shape else tensor.numel())
         for owner in owners[name]:
             total[owner] += own
@@ -94,7 +94,7 @@ def checkpoint_bytes(config: Config) -> int:
     """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
     model = skeleton(config.model)
     frozen = always_frozen(config, model)
-    total = 8 if config.average.interval else 0  # the number of the average's updates
+    total = 8 * max(1, config.average.last) if config.average.interval else 0  # the average's updates
     for name, shape in model.shapes.items():
         total += prod(shape) * BYTES[config.training.dtype]
         for tensor in () if name in frozen else _state(config, model, name).values():
@@ -119,6 +119,7 @@ def _state(config: Config, model: Skeleton, name: str) -> dict[str, Tensor]:
     if key not in _states:
         parameter = torch.empty(shape, dtype=getattr(torch, config.training.dtype), device="meta")
         kept = parameter.bfloat16() if config.average.dtype == "bfloat16" else parameter
-        average = {AVERAGE: kept} if config.average.interval else {}
+        copies = max(1, config.average.last) if config.average.interval else 0
+        average = {f"{AVERAGE}{number}": kept for number in range(copies)}
         _states[key] = rule(config.optimizer).state(parameter) | average
     return _states[key]

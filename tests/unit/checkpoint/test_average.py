@@ -56,6 +56,28 @@ def test_the_average_of_one_and_what_is_not_averaged(tmp_path, dtype):
     assert all(torch.equal(found[other], rest[other]) for other in rest)
 
 
+def test_the_mean_of_copies_and_an_average_that_has_not_begun(tmp_path):
+    """Copies that were not made yet, whose step is 0, are left out; weights that have none are taken as they are."""
+    model = make_model(TINY["untied"])
+    name, parameter = next(model.named_parameters())
+    copies = [torch.randn_like(parameter) for _ in range(3)]
+    kept = [(f"average.{index}.{name}", copy) for index, copy in enumerate(copies)]
+    for steps, expected in (([20, 0, 10], (copies[0] + copies[2]) / 2), ([0, 9, 0], copies[1]), ([0, 0, 0], None)):
+        folder = tmp_path / f"step-{sum(steps):08d}"
+        written(folder, model, *kept, ("average_updates", torch.tensor(steps)))
+        output = tmp_path / f"average-{sum(steps)}"
+        if expected is None:
+            with pytest.raises(UserError, match=r"the average has not begun yet; it does so after average\.start_step"):
+                average([folder], output, NOTHING)
+        else:
+            average([folder], output, NOTHING)
+            found = weights(output)
+            assert torch.equal(found.pop(f"model.{name}"), expected)
+            rest = {f"model.{other}": p for other, p in model.named_parameters() if other != name}
+            assert found.keys() == rest.keys()
+            assert all(torch.equal(found[other], rest[other]) for other in rest)
+
+
 def test_what_is_refused(tmp_path, capsys):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     one = written(tmp_path / "run/checkpoints/step-00000001", make_model(TINY["untied"]))

@@ -401,7 +401,7 @@ def test_close_ends_the_thread_at_once(corpus):
     for loader in loaders:
         loader.close()
         loader.close()
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
     assert threading.active_count() == before
 
 

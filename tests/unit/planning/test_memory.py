@@ -72,13 +72,13 @@ def test_a_class_of_torch_optimizers_takes_its_bytes_and_a_number_of_each_parame
     assert checkpoint_bytes(settings) == bytes_of(model.parameters()) + estimate
 
 
-@pytest.mark.parametrize(("dtype", "n_bytes"), [("float32", 4), ("bfloat16", 2)])
-def test_an_average_takes_the_bytes_of_its_type(dtype, n_bytes):
-    settings = config(average={"interval": 10, "dtype": dtype})
+@pytest.mark.parametrize(("dtype", "last", "n_bytes"), [("float32", 0, 4), ("bfloat16", 0, 2), ("bfloat16", 3, 6)])
+def test_an_average_takes_the_bytes_of_its_type(dtype, last, n_bytes):
+    settings = config(average={"interval": 10, "dtype": dtype, "last": last})
     elements = sum(parameter.numel() for parameter in build_model(settings.model).parameters())
     added = estimate_memory(settings, ONE, "cpu").optimizer - estimate_memory(config(), ONE, "cpu").optimizer
     assert added == n_bytes * elements
-    assert checkpoint_bytes(settings) - checkpoint_bytes(config()) == n_bytes * elements + 8
+    assert checkpoint_bytes(settings) - checkpoint_bytes(config()) == n_bytes * elements + 8 * max(1, last)
 
 
 def test_what_is_always_frozen_has_neither_gradients_nor_state():

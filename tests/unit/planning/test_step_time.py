@@ -73,6 +73,7 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
     [
         ("", 1),
         ("--average.interval 10", 2),
+        ("--average.interval 10 --average.last 3", 2),
         ("--mesh.dp_replicate 2 --mesh.tp 2", 4),
         ("--fsdp.partition owner --mesh.dp_shard 1 --mesh.dp_replicate 2", 2),
         ("--fsdp.partition owner --mesh.dp_shard 1 --mesh.dp_replicate 2 --fsdp.owner_broadcast_dtype bfloat16", 2),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from configs.schema import Average
 from parallelisms.part import part_of
-from trainer.average import WeightAverage
+from trainer.average import ExponentialAverage, average_of
 from trainer.kernels.keyed import key_of, random_bits, rounded
 
 GO = torch.tensor(0.0)
@@ -18,7 +18,7 @@ SKIP = torch.tensor(1.0)
 def test_updates_are_the_formula():
     """The first copies; each later one moves it by 1 - decay of the distance, unless its step was skipped."""
     weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in (("a", (5, 3)), ("b", (7,)))}
-    average = WeightAverage(Average(interval=2, decay=0.75, start_step=3), lambda: weights)
+    average = ExponentialAverage(Average(interval=2, decay=0.75, start_step=3), lambda: weights)
     expected = None
     for number in range(1, 14):
         for weight in weights.values():
@@ -41,7 +41,7 @@ def test_updates_are_the_formula():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exchange_and_back_changes_no_bit(dtype):
     weights = {"a": torch.randn(9)}
-    average = WeightAverage(Average(interval=1, dtype=dtype), lambda: weights)
+    average = ExponentialAverage(Average(interval=1, dtype=dtype), lambda: weights)
     average.update(1, GO)
     weights["a"].normal_()
     before = weights["a"].clone()
@@ -59,10 +59,46 @@ def test_an_exchange_and_back_changes_no_bit(dtype):
 
 @pytest.mark.parametrize("updates", [0, 3])
 def test_what_was_loaded_says_whether_it_has_begun(updates):
-    average = WeightAverage(Average(interval=1), lambda: {"a": torch.zeros(2)})
+    average = ExponentialAverage(Average(interval=1), lambda: {"a": torch.zeros(2)})
     average.state()["average_updates"].fill_(updates)
     average.was_loaded()
     assert average.has_begun == bool(updates)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_mean_of_the_last_updates(dtype):
+    """Of fewer before there are as many; with a step that is taken back and computed again, and a resume."""
+    weights = {"a": torch.randn(5, 3), "b": torch.randn(7)}
+    config = Average(interval=2, last=3, start_step=1, dtype=dtype)
+    average = average_of(config, lambda: weights, seed=0)
+    taken: list[dict[str, Tensor]] = []
+    for number in range(1, 14):
+        for weight in weights.values():
+            weight.normal_()
+        average.update(number, GO)
+        if number == 9:
+            average.take_back(number)
+            average.update(number, GO)
+        if number == 10:
+            state = {name: tensor.clone() for name, tensor in average.state().items()}
+            average = average_of(config, lambda: weights, seed=0)
+            for name, tensor in average.state().items():
+                tensor.copy_(state[name])
+            average.was_loaded()
+        if number > 1 and number % 2 == 1:
+            taken.append({name: weight.clone() for name, weight in weights.items()})
+        assert average.has_begun == bool(taken)
+        if taken:
+            before = {name: weight.clone() for name, weight in weights.items()}
+            average.exchange()
+            for name, weight in weights.items():
+                expected = torch.stack([each[name].to(getattr(torch, dtype)).double() for each in taken[-3:]]).mean(0)
+                torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-6)
+            average.exchange()
+            assert all(torch.equal(weights[name], each) for name, each in before.items())
+    state = average.state()
+    assert state.keys() == {f"average.{index}.{name}" for index in range(3) for name in weights} | {"average_updates"}
+    assert sorted(state["average_updates"].tolist()) == [9, 11, 13]
 
 
 # --------------------------------------------------------------------------- in bfloat16
@@ -74,7 +110,7 @@ def moved(config: Average, steps: int) -> Tensor:
     """The average of 20,000 weights that move linearly, by 0.3 in all."""
     start = torch.linspace(1.05, 1.65, 20_000)
     weights = {"a": start.clone()}
-    average = WeightAverage(config, lambda: weights)
+    average = ExponentialAverage(config, lambda: weights)
     for number in range(1, steps + 1):
         weights["a"].copy_(start + 0.3 * number / steps)
         average.update(number, GO)
@@ -110,7 +146,7 @@ def deviation(steps: int) -> float:
 def test_an_update_in_bfloat16_rounds_the_formula_by_the_hash_of_step_and_element():
     torch.manual_seed(0)
     weights = {"a": torch.randn(30, 7), "b": torch.randn(11)}
-    average = WeightAverage(ROUNDED, lambda: weights, seed=3)
+    average = ExponentialAverage(ROUNDED, lambda: weights, seed=3)
     for number in range(1, 4):
         before = {name: average.state()[f"average.{name}"].float() for name in weights}
         for weight in weights.values():
