@@ -82,7 +82,7 @@ def alone(kind: str) -> dict[str, Parameter]:
 
 
 def trained(kind: str, resumes_at: tuple[int, ...] = ()) -> dict[str, Parameter]:
-    """The same by Keel, built anew at some steps, from parameters and state."""
+    """The parameters after the same steps in Keel; at `resumes_at`, a new optimizer takes the state of the last one."""
     config = config_of(kind)
     parameters = parameters_of()
     optimizer = build_optimizer(config, list(parameters.items()))
