@@ -264,6 +264,7 @@ NOT_RUN = {  # beginning of a line: why not
     "torchrun --nproc-per-node 2 train.py --config qwen3.toml": "tests/end_to_end/test_hf_runs.py",
     "keel export runs/qwen3": "tests/end_to_end/test_hf_runs.py",
     "keel sample qwen3-hf": "tests/end_to_end/test_hf_runs.py",
+    "torchx": "tests/launchers/published_forms.py",
     "sbatch": "tests/slurm/test_launch_on_slurm.py",
     "SHARDS=$(sbatch": "tests/slurm/test_preparation_on_slurm.py",
     "python -m tests.bucket.speed": "minutes, and a server",
