@@ -1,6 +1,7 @@
-"""A server that is slow, credentials that expire, and a local disk that is full, under whole runs in a bucket."""
+"""Whole runs in a bucket: a slow or a busy server, credentials that expire, a full local disk, a second launch."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -58,6 +59,75 @@ def test_a_server_that_takes_one_megabyte_a_second_only_makes_the_next_save_wait
     assert not left_over(url)
     launch(tmp_path, f"{WORDS} {LARGE} --training.steps 30 --job.output_dir whole")
     assert curve(run) == curve(tmp_path / "whole")
+
+
+def test_a_server_that_is_busy_for_half_a_minute_costs_the_run_nothing(server: Ceph, tmp_path: Path):
+    """From the middle of a save on, every request is answered with 503 (SlowDown)."""
+    url = "s3://keel/busy"
+    with between(server.environment) as (way, environment):
+        process = start(tmp_path, f"{WORDS} {LARGE} --training.steps 60 --job.output_dir {url}", env=environment)
+        ended = threading.Thread(target=process.wait)
+        ended.start()
+        waited_for(lambda: committed(url), ended)
+        way.rate = 1e6
+        waited_for(lambda: left_over(url), ended)
+        way.error = (503, "SlowDown")
+        way.rate = None
+        time.sleep(30)
+        assert len(committed(url)) < 6
+        way.error = None
+        outcome = finish(process)
+    assert outcome.code == 0, outcome.err
+    assert "warning" not in outcome.err
+    assert len(committed(url)) == 6
+    assert not left_over(url)
+    launch(tmp_path, f"{WORDS} {LARGE} --training.steps 60 --job.output_dir whole")
+    assert curve(tmp_path / "runs/s3/keel/busy") == curve(tmp_path / "whole")
+
+
+def test_of_two_launches_at_once_one_goes_on(server: Ceph, tmp_path: Path):
+    """On two hosts that share no disk; the other ends with one message and has put nothing into the bucket."""
+    url = "s3://keel/two"
+    words = f"{WORDS} --training.steps 300 --job.output_dir {url}"
+    processes = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        processes.append(start(tmp_path / name, words, env=server.environment))
+    outcomes = {process: finish(process) for process in processes}
+    assert sorted(outcome.code for outcome in outcomes.values()) == [0, 1]
+    [refused] = [outcome for outcome in outcomes.values() if outcome.code]
+    [goes_on] = [process for process, outcome in outcomes.items() if not outcome.code]
+    assert f"error: {url} is in use by process {goes_on.pid} on host" in refused.err
+    assert "Traceback" not in refused.err
+    assert len(committed(url)) == 30
+    assert not left_over(url)
+    launch(tmp_path, f"{WORDS} --training.steps 300 --job.output_dir whole")
+    [run] = [run for run in tmp_path.glob("*/runs/s3/keel/two") if (run / "metrics.jsonl").exists()]
+    assert curve(run) == curve(tmp_path / "whole")
+
+
+def test_a_host_that_sleeps_and_wakes_has_lost_the_run(server: Ceph, tmp_path: Path):
+    """While it sleeps, another takes the run over and ends it; what it does afterwards changes nothing."""
+    url = "s3://keel/asleep"
+    words = f"{WORDS} --training.steps 500 --checkpoint.keep_last 3 --job.output_dir {url}"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    first = start(tmp_path / "one", words, env=server.environment)
+    ended = threading.Thread(target=first.wait)
+    ended.start()
+    waited_for(lambda: len(committed(url)) == 3, ended)
+    os.killpg(first.pid, signal.SIGSTOP)
+    outcome = launch(tmp_path / "other", words, env=server.environment)
+    assert "resuming from" in outcome.out
+    kept = Bucket(url).list()
+    os.killpg(first.pid, signal.SIGCONT)
+    woken = finish(first)
+    assert woken.code == 1
+    assert "error: incarnation 1 of this run was superseded by incarnation 2 (process " in woken.err
+    assert "Traceback" not in woken.err
+    assert Bucket(url).list() == kept
+    launch(tmp_path, f"{WORDS} --training.steps 500 --job.output_dir whole")
+    assert curve(tmp_path / "other/runs/s3/keel/asleep") == curve(tmp_path / "whole")
 
 
 def test_credentials_that_expire_in_a_save_cost_no_step_that_was_committed(server: Ceph, tmp_path: Path):
