@@ -1,4 +1,4 @@
-"""What `keel plan --tune` finds beside published choices: `python -m tests.published.tuned [--rows PATTERN]`.
+"""What `keel plan --tune` finds beside published choices: `python -m tests.published.tuned [--rows NAME ...]`.
 
 The job of a row, as published, is estimated as the search estimates its own. The batch, the sequence and float8 are
 those of the row, and so is what the search leaves alone, such as the kernel of attention.
@@ -17,7 +17,13 @@ from trainer.planning.memory import estimate_memory
 from trainer.planning.search import Search
 from trainer.planning.step_time import estimate_step
 
-DEFAULT = ("8B, 8 GPUs, compiled", "70B, 256 GPUs, tp 8, float8, async TP", "405B, 512 GPUs, tp 8, pp 8, interleaved")
+DEFAULT = (
+    ("torchtitan", "8B, 8 GPUs, compiled"),
+    ("torchtitan", "70B, 256 GPUs, tp 8, float8, async TP"),
+    ("torchtitan", "405B, 512 GPUs, tp 8, pp 8, interleaved"),
+    ("megatron_bridge", "26.04.01: Qwen3 30B-A3B, 16 GPUs, ep 16"),
+)
+"""Families and names of rows."""
 
 
 def compare(row: dict) -> tuple[float, str]:
@@ -46,10 +52,10 @@ def compare(row: dict) -> tuple[float, str]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="What keel plan --tune finds beside published choices.")
-    parser.add_argument("--rows", nargs="*", default=DEFAULT, help="names of rows")
+    parser.add_argument("--rows", nargs="*", help="names of rows, in whatever family")
     options = parser.parse_args()
     for row in tomli.loads(ROWS.read_text())["rows"]:
-        if row["family"] == "torchtitan" and row["name"] in options.rows:
+        if row["name"] in options.rows if options.rows else (row["family"], row["name"]) in DEFAULT:
             print(compare(row)[1], flush=True)
 
 
