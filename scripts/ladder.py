@@ -1,4 +1,4 @@
-"""Predict a job's loss from smaller runs: scripts/ladder.py JOB [--sizes N] [--seeds N] [--run FOLDER]
+"""Predict a job's loss from smaller runs: scripts/ladder.py JOB [--sizes N] [--seeds N] [--rule RULE] [--run FOLDER]
 
     python scripts/ladder.py debug.toml
     python scripts/ladder.py debug.toml --run runs/debug
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from scripts.scaling.law import Law
     from scripts.scaling.rungs import Rung
 
+RULES = ("mup", "compute")
 _LEAST_SIZES = 4
 """Three sizes would determine the three numbers of the law and leave nothing to judge it by."""
 
@@ -82,7 +83,7 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
 
     loaded = load_target(job, overrides)
     target = loaded.config
-    rungs = choose_rungs(job, overrides, target, options.sizes, options.dims, options.ranks)
+    rungs = choose_rungs(job, overrides, target, options.sizes, options.dims, options.ranks, options.rule)
     flops = training_flops(target)
     output = options.output or Path("runs") / f"ladder-{target.job.name}"
     parts = [rung.flops / flops for rung in rungs]
@@ -172,6 +173,7 @@ def _found(
         rungs.append(
             {
                 "dim": each.rung.dim,
+                "n_layers": each.rung.n_layers,
                 "steps": training.steps,
                 "global_batch_size": training.global_batch_size,
                 "lr": each.rung.job.config.optimizer.lr,
@@ -187,16 +189,16 @@ def _lines(
     climbed: Sequence[Climbed], parts: Sequence[float], target: Config, law: "Law", confidence: float
 ) -> list[str]:
     """The table of the rungs, the law, and the prediction."""
-    lines = ["", f"{'dim':>7}{'steps':>9}{'batch':>8}{'lr':>10}{'FLOPs':>9}{'loss':>10}{'law':>10}"]
+    lines = ["", f"{'dim':>7}{'layers':>8}{'steps':>9}{'batch':>8}{'lr':>10}{'FLOPs':>9}{'loss':>10}{'law':>10}"]
     for each, part in zip(climbed, parts, strict=True):
         config = each.rung.job.config
         loss = _mean_loss(each)
         lines.append(
-            f"{each.rung.dim:>7}{config.training.steps:>9,}{config.training.global_batch_size:>8,}"
+            f"{each.rung.dim:>7}{each.rung.n_layers:>8}{config.training.steps:>9,}{config.training.global_batch_size:>8,}"
             f"{config.optimizer.lr:>10.2e}{part:>9.2%}{loss:>10.4f}{law.at(part):>10.4f}"
         )
     lines.append(
-        f"{target.model.dim:>7}{target.training.steps:>9,}{target.training.global_batch_size:>8,}"
+        f"{target.model.dim:>7}{target.model.n_layers:>8}{target.training.steps:>9,}{target.training.global_batch_size:>8,}"
         f"{target.optimizer.lr:>10.2e}{1:>9.0%}{'?':>10}{law.predicted:>10.4f}"
     )
     lines += [
@@ -245,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--sizes", type=_sizes, default=5, metavar="N", help="smaller widths (default: %(default)s)")
     dims = list_of(positive, "widths: 512,768,1024,1536", at_least=_LEAST_SIZES)
     sizes.add_argument("--dims", type=dims, metavar="LIST", help="the widths (model.dim) instead")
+    add("--rule", choices=RULES, default=RULES[0], help="how they shrink, docs/optimizers.md (default: %(default)s)")
     add("--seeds", type=positive, default=3, metavar="N", help="runs at each width (default: %(default)s)")
     add("--run", type=Path, metavar="FOLDER", help="a run of the job itself, to compare with the prediction")
     add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this host (default: 1)")

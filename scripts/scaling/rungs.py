@@ -1,13 +1,18 @@
-"""The rungs of a ladder: a job at smaller widths, made shorter by one rule.
+"""The rungs of a ladder: a job at smaller sizes, made shorter by one of two rules.
 
-- Width: everything inside a block shrinks with `dim` (scripts/widths/widen.py); muP, whose base is the job's own or
-  else its `dim`, carries the learning rate over. Depth, sequences, data and vocabulary stay.
+- Width: everything inside a block shrinks with `dim` (scripts/widths/widen.py). Sequences, data and vocabulary stay.
 - Tokens are in proportion to the FLOPs of a token, so that each rung has as many tokens per parameter as the job
   (Hoffmann et al. 2022).
-- The batch is in proportion to the square root of the tokens, as the critical batch size is (Zhang et al. 2024, "How
-  does critical batch size scale in pre-training?"), and the learning rate to the square root of the batch (Malladi et
-  al. 2022, "On the SDEs and scaling rules for adaptive gradient algorithms").
 - Whatever is told in steps or tokens of the run (warm-up, decay, freezing) stays the same part of it.
+
+By the rule "mup", depth stays, and muP, whose base is the job's own or else its `dim`, carries the learning rate over.
+The batch is in proportion to the square root of the tokens, as the critical batch size is (Zhang et al. 2024, "How does
+critical batch size scale in pre-training?"), and the learning rate to the square root of the batch (Malladi et al.
+2022, "On the SDEs and scaling rules for adaptive gradient algorithms").
+
+By the rule "compute", depth shrinks with the width, in whole periods of the layers' pattern, without muP. Batch and
+learning rate are in proportion to powers of the training's FLOPs, which DeepSeek LLM found by a grid (Bi et al. 2024,
+arXiv:2401.02954, equation 1).
 """
 
 import math
@@ -28,6 +33,8 @@ VALIDATIONS = 20
 _NARROWEST = 8
 """The smallest rung's width is the job's by this, and the widest's half of it, where heads allow it."""
 _LEAST_STEPS = 2 * VALIDATIONS
+_BATCH_BY_COMPUTE = 0.3271
+_LR_BY_COMPUTE = -0.125
 
 _ON_ONE_AXIS = {
     f"mesh.{axis}": size
@@ -43,6 +50,7 @@ class Rung:
     """A smaller run."""
 
     dim: int
+    n_layers: int
     words: tuple[str, ...]
     """The keys that the command line of `keel train` sets, without seed and folder."""
     job: LoadedConfig
@@ -80,7 +88,13 @@ def _tokens(config: Config) -> int:
 
 
 def choose_rungs(
-    job: str, overrides: Sequence[str], target: Config, sizes: int, dims: Sequence[int] | None, ranks: int
+    job: str,
+    overrides: Sequence[str],
+    target: Config,
+    sizes: int,
+    dims: Sequence[int] | None,
+    ranks: int,
+    rule: str = "mup",
 ) -> list[Rung]:
     """The rungs of a ladder, from the narrowest on.
 
@@ -90,6 +104,7 @@ def choose_rungs(
         sizes: how many rungs.
         dims: their widths, if they are not to be chosen.
         ranks: over which each is trained.
+        rule: "mup" or "compute", by which they are shorter and smaller.
 
     Raises:
         ConfigError: the job has not so many widths, or is not valid or too short at one of them.
@@ -99,13 +114,22 @@ def choose_rungs(
         raise ConfigError(
             f'which widths grow in architecture "{model.architecture}" is not known; a ladder needs "llama"'
         )
+    if rule == "mup":
+        _require_mup(job, overrides, model)
     if dims is None:
         model, dims = choose_widths(model, sizes)
     elif not all(_is_possible(model, dim) for dim in dims):
         model = with_narrower_heads(model)
     if dims[-1] >= target.model.dim:
         raise ConfigError(f"--dims: {dims[-1]} is not below the job's model.dim {target.model.dim}")
-    return [_rung_of(job, overrides, target, model, dim, ranks) for dim in dims]
+    return [_rung_of(job, overrides, target, model, dim, ranks, rule) for dim in dims]
+
+
+def _require_mup(job: str, overrides: Sequence[str], model: Model) -> None:
+    try:
+        load(job, (*overrides, *words(_ON_ONE_AXIS | _LEFT_OUT | width_keys(model, model.dim, with_mup=True))), 1)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or take the rule without muP: --rule compute") from None
 
 
 def choose_widths(model: Model, sizes: int) -> tuple[Model, list[int]]:
@@ -147,7 +171,20 @@ def _spread(possible: Sequence[int], dim: int, sizes: int) -> list[int]:
     return [width for width in possible if width not in left]
 
 
-def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, dim: int, ranks: int) -> Rung:
+def depth_keys(model: Model, dim: int) -> dict[str, object]:
+    """The keys that make a model as much shallower as it is narrower, with their values.
+
+    Layers are left out in whole periods of what they repeat: their kinds, windows, and rotary embeddings.
+    """
+    period = math.lcm(len(model.layers), model.window_pattern or 1, model.no_rope_every or 1)
+    times = dim / model.dim
+    keys: dict[str, object] = {"model.n_layers": period * max(1, round(model.n_layers * times / period))}
+    if model.n_dense_layers:
+        keys["model.n_dense_layers"] = max(1, round(model.n_dense_layers * times))
+    return keys
+
+
+def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, dim: int, ranks: int, rule: str) -> Rung:
     """The job at one width.
 
     Args:
@@ -156,16 +193,20 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
         model: the target's, as `choose_widths` returns it.
         dim: the width.
         ranks: over which it is trained.
+        rule: "mup" or "compute".
 
     Raises:
         ConfigError: it is not valid there, or would be too short to be of use.
     """
-    base = (*overrides, *words(_ON_ONE_AXIS | _LEFT_OUT | width_keys(model, dim, with_mup=True)))
+    with_mup = rule == "mup"
+    sizes = width_keys(model, dim, with_mup) | ({} if with_mup else depth_keys(model, dim))
+    base = (*overrides, *words(_ON_ONE_AXIS | _LEFT_OUT | sizes))
     narrow = load(job, base, 1).config
     seq_len = target.training.seq_len
     cost = flops_per_token(narrow.model, seq_len).causal / flops_per_token(target.model, seq_len).causal
     wanted = _tokens(target) * cost
-    batch = _batch_size(target.training, math.sqrt(cost), ranks)
+    compute = cost**2  # since tokens are in proportion to it
+    batch = _batch_size(target.training, math.sqrt(cost) if with_mup else compute**_BATCH_BY_COMPUTE, ranks)
     steps = VALIDATIONS * round(wanted / (batch * seq_len) / VALIDATIONS)
     if steps < _LEAST_STEPS:
         raise ConfigError(
@@ -173,10 +214,11 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
             "rungs (--dims), or a longer job"
         )
     keys = dict(_shortened(target, steps, batch, ranks))
-    keys["optimizer.lr"] = repr(target.optimizer.lr * math.sqrt(batch / target.training.global_batch_size))
+    of_batch = math.sqrt(batch / target.training.global_batch_size)
+    keys["optimizer.lr"] = repr(target.optimizer.lr * (of_batch if with_mup else compute**_LR_BY_COMPUTE))
     whole = (*base, *words(keys))
     loaded = load(job, whole, ranks)
-    return Rung(dim, whole, loaded, training_flops(loaded.config))
+    return Rung(dim, narrow.model.n_layers, whole, loaded, training_flops(loaded.config))
 
 
 def _batch_size(training: Training, times: float, ranks: int) -> int:

@@ -55,6 +55,9 @@ def _sizes(model: Model, dim: int) -> Iterator[tuple[str, int]]:
     yield "ffn_dim", _times(model, "ffn_dim", model.ffn_dim, times)
     if model.expert_dim:
         yield "expert_dim", _times(model, "expert_dim", model.expert_dim, times)
+    if "delta" in model.layers:
+        yield "delta.key_heads", _times(model, "delta.key_heads", model.delta.key_heads, times)
+        yield "delta.value_heads", _times(model, "delta.value_heads", model.delta.value_heads, times)
     if model.attention == "latent":
         yield "latent.key_value_rank", _times(model, "latent.key_value_rank", model.latent.key_value_rank, times)
         if model.latent.query_rank:

@@ -94,6 +94,37 @@ def test_rungs_of_a_large_job():
         assert rung.flops / training_flops(target) == pytest.approx(cost**2, rel=0.02)
 
 
+def test_by_compute_depth_shrinks_too_and_batch_and_rate_follow_the_flops():
+    job, words = LLAMA
+    target = load_target(job, words).config
+    rungs = choose_rungs(job, words, target, 5, None, 1, "compute")
+    assert [(rung.dim, rung.n_layers) for rung in rungs] == [(512, 4), (1024, 8), (1536, 12), (2048, 16), (2560, 20)]
+    for rung in rungs:
+        config = rung.job.config
+        assert config.model.mup_base_dim is None
+        part = rung.flops / training_flops(target)
+        assert config.training.global_batch_size == pytest.approx(128 * part**0.3271, abs=1)
+        assert config.optimizer.lr == pytest.approx(target.optimizer.lr * part**-0.125, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("job", "layers", "heads"),
+    [
+        ("qwen3_next_80b_a3b.toml", [8, 8, 12, 16, 24], [2, 3, 4, 6, 8]),  # three of four layers are delta
+        ("gemma3_1b.toml", [6, 6, 6, 12, 12], None),  # every sixth layer sees all tokens
+    ],
+)
+def test_by_compute_a_pattern_of_layers_stays_whole(job, layers, heads):
+    target = load_target(job, VALIDATED).config
+    rungs = choose_rungs(job, VALIDATED, target, 5, None, 1, "compute")
+    assert [rung.n_layers for rung in rungs] == layers
+    models = [rung.job.config.model for rung in rungs]
+    if heads:
+        assert [model.delta.key_heads for model in models] == heads
+        assert [model.delta.value_heads for model in models] == [2 * n for n in heads]
+        assert {model.n_experts for model in models} == {target.model.n_experts}
+
+
 def test_batches_are_whole_on_several_ranks():
     job, words = LLAMA
     target = load_target(job, words).config
@@ -137,6 +168,7 @@ def never(command):
         (("debug.toml", "--dims", "24,48,96,192"), "--dims: 192 is not below the job's model.dim 192"),
         (("debug.toml", "--dims", "25,48,72,96"), "at dim 25, 25/192 of the job's 192"),
         (("debug.toml", "--sizes", "16"), "only 15 widths below model.dim 192"),
+        (("gemma3_1b.toml", *VALIDATED), "embedding_scale = 33.9411; or take the rule without muP: --rule compute"),
         (("olmo3_7b_stages.toml", *VALIDATED), "the job has [[stages]]"),
         (("no_such_job.toml",), "no_such_job.toml"),
         (("debug.toml", "--run", "runs/none"), "runs/none"),
