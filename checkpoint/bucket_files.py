@@ -3,8 +3,9 @@
 import errno
 import mmap
 import os
+import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,8 @@ UNFINISHED = ".unfinished"
 _RANGE_BYTES = 16 << 20
 _SLOWEST = 1_000_000
 """Bytes per second below which an upload is given up."""
-_MAX_BYTES = 5_000_000_000
-"""The most that S3 takes in one request."""
+_MAX_BYTES = 5000 << 20
+"""The most that Azure takes in one request; S3 takes 2% more."""
 
 
 def copy_of(url: str) -> Path:
@@ -125,14 +126,34 @@ def has_all(url: str, manifest: str) -> bool:
     Raises:
         UserError: the bucket can't be looked at, or has something else there.
     """
-    try:
-        keys = Bucket(url).objects()
-    except BucketError as error:
-        raise error.for_user() from None
-    is_unfinished = any(key.rpartition("/")[2] == UNFINISHED for key in keys)
+    keys, is_unfinished = _looked_at(url)
     if keys and manifest not in keys and not is_unfinished:
         raise UserError(f"{url}: has other objects than prepared text; choose another output")
     return manifest in keys and not is_unfinished
+
+
+def room_for(url: str) -> Path:
+    """A folder on this host that does not exist yet, in which a command makes what `put_folder` puts at a place.
+
+    Raises:
+        UserError: the bucket can't be looked at, or has something there that no killed call of `put_folder` has left.
+    """
+    folder = copy_of(url)
+    folder = folder.with_name(f".{folder.name}.new")
+    keys, is_unfinished = _looked_at(url)
+    if keys and not is_unfinished:
+        raise UserError(f"{url} exists; name another place, or remove it")
+    shutil.rmtree(folder, ignore_errors=True)  # left behind by a killed process
+    return folder
+
+
+def _looked_at(url: str) -> tuple[Set[str], bool]:
+    """The keys at a place, and whether a call of `put_folder` has not come to its end there."""
+    try:
+        keys = Bucket(url).list().keys()
+    except BucketError as error:
+        raise error.for_user() from None
+    return keys, any(key.rpartition("/")[2] == UNFINISHED for key in keys)
 
 
 def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> None:
@@ -146,7 +167,8 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     sizes = {key: path.stat().st_size for key, path in files.items()}
     if large := [key for key, size in sizes.items() if size > _MAX_BYTES]:
-        raise UserError(f"{folder / large[0]}: S3 takes at most 5 GB at once; copy {folder} there by your cloud's tool")
+        what = "is larger than 5,000 MiB, too much for one request"
+        raise UserError(f"{folder / large[0]} {what}; copy {folder} there by your cloud's tool")
     seconds = max(sizes.values()) / _SLOWEST
     bucket = Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
     marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
@@ -162,7 +184,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
         bucket.create(manifest, files[manifest].read_bytes())
         bucket.delete(marks)
     except FileExistsError:
-        raise UserError(f"{url}: another preparation has put its files here meanwhile; choose another output") from None
+        raise UserError(f"{url}: another command has put its files here meanwhile; choose another output") from None
     except BucketError as error:
         raise error.for_user() from None
 
