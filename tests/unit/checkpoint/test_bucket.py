@@ -23,7 +23,7 @@ from checkpoint import bucket as buckets  # noqa: E402
 from checkpoint import bucket_launch as launches  # noqa: E402
 from checkpoint import bucket_storage as storages  # noqa: E402
 from checkpoint.bucket import QUICK, Bucket, BucketError, Patience  # noqa: E402
-from checkpoint.bucket_files import UNFINISHED  # noqa: E402
+from checkpoint.bucket_files import UNFINISHED, bring  # noqa: E402
 from checkpoint.bucket_launch import Claim, claim_in  # noqa: E402
 from checkpoint.bucket_storage import BucketStorage, local_copy, place_told, storage_of, with_tensors  # noqa: E402
 from checkpoint.incarnation import Superseded  # noqa: E402
@@ -390,8 +390,8 @@ def test_a_run_in_a_folder_begins_with_the_weights_of_one_in_a_bucket(objects, t
     (objects / "config.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     copy = step_folder(local_copy(URL) / "checkpoints", 20)
-    for bring in (lambda: None, lambda: with_tensors(copy)):
-        bring()
+    for fill in (lambda: None, lambda: with_tensors(copy)):
+        fill()
         told = place_told(copy)
         monkeypatch.chdir(fresh(tmp_path))  # another host
         storage = storage_of(copy, read_manifest(tmp_path / copy).files, told)
@@ -405,6 +405,27 @@ def test_a_run_in_a_folder_begins_with_the_weights_of_one_in_a_bucket(objects, t
     assert manager.resume(state)["step"] == 20
     assert_equal(state, make_state(20))
     check(copy)  # its content has stayed
+
+
+def test_an_object_replaced_within_a_second_by_one_of_its_size_is_brought_again(objects, tmp_path, monkeypatch):
+    """And only then: the copy has another time for it, by which others notice, too."""
+    monkeypatch.chdir(fresh(tmp_path))
+    objects.mkdir(parents=True)
+    times = []
+    for content in ("first", "other"):
+        file = objects / content
+        file.write_text(content)
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        file.replace(objects / "a.txt")
+        bring(URL)
+        copy = Path("runs/copies/s3/bucket/run/a.txt")
+        assert copy.read_text() == content
+        times.append(copy.stat().st_mtime_ns)
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, "get_range", lambda *_: pytest.fail("it is there"))
+            bring(URL)
+    assert times[0] != times[1]
+    assert {time // 10**9 for time in times} == {1_700_000_000}
 
 
 def test_an_export_into_a_bucket(objects, tmp_path, monkeypatch, capsys):
