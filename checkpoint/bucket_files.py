@@ -1,12 +1,13 @@
 """Files and folders that are brought from object storage whole, or put there."""
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -70,10 +71,29 @@ def bring_file(url: str) -> Path:
     return target
 
 
-def bring(url: str, progress: Progress = lambda done, total, message: None) -> Path:
+@contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """Let one process of this host at a time into a block with this path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def bring(
+    url: str,
+    progress: Progress = lambda done, total, message: None,
+    only: Set[Path] | None = None,
+) -> Path:
     """Copy an object, or all objects below a name, to this host; returns the file or folder.
 
-    What is there already, of the same size and ETag, is not brought again; what is no longer in the bucket is removed.
+    What is there already, of the same size and ETag, is not brought again; when all are brought, what is no longer in
+    the bucket is removed.
+
+    Args:
+        url: the name.
+        progress: told of the bytes.
+        only: the copies that are needed, or their folders; None: all.
 
     Raises:
         UserError: nothing is there, or it can't be read or changes meanwhile.
@@ -85,19 +105,34 @@ def bring(url: str, progress: Progress = lambda done, total, message: None) -> P
         if not objects:
             return bring_file(url)
         _require_names(url, objects)
-        total = sum(stored.size for stored in objects.values())
-        done = 0
-        for key, stored in sorted(objects.items()):
-            progress(done, total, f"bringing {url}/{key}")
-            _bring(bucket, key, stored, target / key)
-            done += stored.size
+        needed = {
+            key: stored
+            for key, stored in sorted(objects.items())
+            if only is None or not only.isdisjoint((target / key, (target / key).parent))
+        }
+        with alone_with(target):
+            _bring_all(bucket, needed, target, progress)
+            if only is None:
+                _remove_others(target, objects)
     except (BucketError, FileNotFoundError) as error:
         changes = BucketError(errno.EIO, f"it changes meanwhile: {error}", url)
         raise (error if isinstance(error, BucketError) else changes).for_user() from None
-    for path in [path for path in target.rglob("*") if path.is_file()]:
-        if path.relative_to(target).as_posix() not in objects:
-            path.unlink()
     return target
+
+
+def _bring_all(bucket: Bucket, objects: Mapping[str, Stored], target: Path, progress: Progress) -> None:
+    total = sum(stored.size for stored in objects.values())
+    done = 0
+    for key, stored in objects.items():
+        progress(done, total, f"bringing {bucket.url}/{key}")
+        _bring(bucket, key, stored, target / key)
+        done += stored.size
+
+
+def _remove_others(folder: Path, keys: Collection[str]) -> None:
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        if path.relative_to(folder).as_posix() not in keys:
+            path.unlink()
 
 
 def _require_names(url: str, keys: Mapping[str, Stored]) -> None:
@@ -177,11 +212,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     sizes = {key: path.stat().st_size for key, path in files.items()}
-    if large := [key for key, size in sizes.items() if size > _MAX_BYTES]:
-        what = "is larger than 5,000 MiB, too much for one request"
-        raise UserError(f"{folder / large[0]} {what}; copy {folder} there by your cloud's tool")
-    seconds = max(sizes.values()) / _SLOWEST
-    bucket = Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+    bucket = bucket_for(files.values(), url)
     marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
     done = 0
     try:
@@ -190,7 +221,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
         bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
         for key in sorted(files.keys() - {manifest}):
             progress(done, sum(sizes.values()), f"putting {url}/{key}")
-            _put(bucket, key, files[key])
+            put_file(bucket, key, files[key])
             done += sizes[key]
         bucket.create(manifest, files[manifest].read_bytes())
         bucket.delete(marks)
@@ -200,7 +231,23 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
         raise error.for_user() from None
 
 
-def _put(bucket: Bucket, key: str, path: Path) -> None:
+def bucket_for(files: Iterable[Path], url: str) -> Bucket:
+    """The place at which some files are put by `put_file`; it waits long enough for the largest.
+
+    Raises:
+        UserError: a file is too large.
+    """
+    sizes = {path.stat().st_size: path for path in files}
+    largest = max(sizes, default=0)
+    if largest > _MAX_BYTES:
+        what = "is larger than 5,000 MiB, too much for one request"
+        raise UserError(f"{sizes[largest]} {what}; copy its folder there by your cloud's tool")
+    seconds = largest / _SLOWEST
+    return Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+
+
+def put_file(bucket: Bucket, key: str, path: Path) -> None:
+    """Create or replace an object by a file's content."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
         bucket.put(key, content)
