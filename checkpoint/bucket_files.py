@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def bring(
         with alone_with(target):
             _bring_all(bucket, needed, target, progress)
             if only is None:
-                _remove_others(target, objects)
+                remove_others(target, objects)
     except (BucketError, FileNotFoundError) as error:
         changes = BucketError(errno.EIO, f"it changes meanwhile: {error}", url)
         raise (error if isinstance(error, BucketError) else changes).for_user() from None
@@ -129,7 +129,8 @@ def _bring_all(bucket: Bucket, objects: Mapping[str, Stored], target: Path, prog
         done += stored.size
 
 
-def _remove_others(folder: Path, keys: Collection[str]) -> None:
+def remove_others(folder: Path, keys: Collection[str]) -> None:
+    """Remove the files of a folder that are copies of no object."""
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         if path.relative_to(folder).as_posix() not in keys:
             path.unlink()
@@ -143,11 +144,8 @@ def _require_names(url: str, keys: Mapping[str, Stored]) -> None:
 
 def _bring(bucket: Bucket, key: str, stored: Stored, target: Path) -> None:
     """Copy an object, unless it is there."""
-    time = _time_of(stored)
-    with suppress(OSError):
-        status = target.stat()
-        if (status.st_size, status.st_mtime_ns) == (stored.size, time):
-            return
+    if is_here(target, stored):
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target, f"{socket.gethostname()}-{os.getpid()}") as file:
         for start in range(0, stored.size, _RANGE_BYTES):
@@ -155,7 +153,16 @@ def _bring(bucket: Bucket, key: str, stored: Stored, target: Path) -> None:
             if e_tag != stored.e_tag:
                 raise UserError(f"{bucket.url}/{key}: changed while it was read; run the same command again")
             file.write(content)
-    os.utime(target, ns=(time, time))
+    os.utime(target, ns=2 * (_time_of(stored),))
+
+
+def is_here(copy: Path, stored: Stored) -> bool:
+    """Whether a file is the copy of an object."""
+    try:
+        status = copy.stat()
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == (stored.size, _time_of(stored))
 
 
 def _time_of(stored: Stored) -> int:

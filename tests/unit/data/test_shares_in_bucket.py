@@ -1,5 +1,7 @@
 """Shares of a preparation by hosts that share no disk: the bytes of one process, whatever is stopped or late."""
 
+import errno
+import json
 import os
 import shutil
 
@@ -8,7 +10,7 @@ import pytest
 obstore = pytest.importorskip("obstore", reason="the client for buckets, keel[storage], is not installed")
 
 from checkpoint import bucket as buckets  # noqa: E402
-from checkpoint.bucket import Bucket  # noqa: E402
+from checkpoint.bucket import Bucket, BucketError  # noqa: E402
 from scripts.prepare_data import main as prepare_data  # noqa: E402
 from tests.unit.data.test_shares import content, small_parts, text_of, write_corpus  # noqa: E402
 from tests.unit.data.test_shares import tokenizer as tokenizer  # noqa: E402
@@ -64,13 +66,16 @@ def check(hosts, options=("--drop-duplicates",)):
 
 @pytest.mark.parametrize(("n", "options"), [(3, ("--drop-duplicates",)), (2, ("--pack", "64")), (9, ())])
 def test_hosts_without_a_shared_disk_give_the_bytes_of_one_process(hosts, capsys, n, options):
-    """2: each share writes token files; 9: several share one. Each share brings only the inputs that it reads."""
+    """2: each share writes token files; 9: several share one. Each host brings only the inputs that its shard reads."""
+    copies = "runs/copies/s3/bucket/in"
     for share in reversed(range(n)):
         assert hosts.prepare(f"host{share}", "--shard", f"{share}/{n}", options=options) == 0
-    copies = [len(list((hosts.folder / f"host{share}/runs/copies/s3/bucket/in").rglob("*.*"))) for share in range(n)]
-    assert max(copies[:-1]) < copies[-1]
+        there = content(hosts.folder / f"host{share}" / copies)
+        texts = {name for name, text in there.items() if text.strip(b"\0")}
+        assert texts < content(hosts.bucket / "in").keys()
     assert not [path for path in hosts.folder.glob("host*/runs/copies/s3/bucket/data/**/*") if path.suffix == ".tokens"]
     assert hosts.prepare("last", "--finish", options=options) == 0
+    assert not b"".join(content(hosts.folder / "last" / copies).values()).strip(b"\0")
     check(hosts, options)
     capsys.readouterr()
     for words in (("--finish",), ("--shard", f"0/{n}")):
@@ -78,6 +83,26 @@ def test_hosts_without_a_shared_disk_give_the_bytes_of_one_process(hosts, capsys
         assert f"{URL}: already there" in capsys.readouterr().out
     assert hosts.prepare("later", "--shard", "0/2", options=("--text-key", "other")) == 1
     assert "was made with other settings" in capsys.readouterr().err
+
+
+def test_files_whose_content_decides_how_they_are_divided(hosts):
+    """A .json that is read as lines, one that is not, and row groups of .parquet files, of which one is damaged."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [text_of(i) for i in range(40)]
+    folder = hosts.bucket / "in"
+    (folder / "a.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:10]))
+    (folder / "b.json").write_text(json.dumps([{"text": text} for text in texts[10:20]]))
+    parquet.write_table(pyarrow.table({"text": texts[20:]}), folder / "c.parquet", row_group_size=3)
+    (folder / "d.parquet").write_bytes((folder / "c.parquet").read_bytes()[:-9] + b"\xffPAR1")
+    options = ("--max-bad-files", "3")
+    for share in range(3):
+        assert hosts.prepare(f"host{share}", "--shard", f"{share}/3", options=options) == 0
+    assert hosts.prepare("last", "--finish", options=options) == 0
+    plan = hosts.folder / "host2/runs/copies/s3/bucket/data/.mine.shards/plan.jsonl"
+    rows = list(map(json.loads, plan.read_text().splitlines()))
+    assert [len(pieces) for _, path, pieces in rows[1:] if "c.parquet" in path] == [7]
+    check(hosts, options)
 
 
 def test_a_share_that_was_stopped_is_done_again_and_one_that_is_finished_is_not(hosts, capsys, monkeypatch):
@@ -130,7 +155,9 @@ def test_what_a_host_puts_late_is_not_mixed_with_what_another_has_put(hosts, cap
     check(hosts)
 
 
-def test_an_upload_of_the_end_that_was_stopped_goes_on(hosts, monkeypatch):
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_an_upload_of_the_end_that_was_stopped_goes_on(hosts, monkeypatch, host):
+    """There, or on another host."""
     for share in range(2):
         assert hosts.prepare("a", "--shard", f"{share}/2") == 0
     put = Bucket.put
@@ -143,7 +170,9 @@ def test_an_upload_of_the_end_that_was_stopped_goes_on(hosts, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "put", stopped)
         assert hosts.prepare("a", "--finish") == 130
-    assert hosts.prepare("b", "--finish") == 0
+    assert hosts.prepare("a", "--shard", "0/2") == 0
+    assert not (hosts.bucket / "data/mine/prepare.json").exists()
+    assert hosts.prepare(host, "--finish") == 0
     check(hosts)
 
 
@@ -164,6 +193,17 @@ def test_nothing_counts_that_a_host_still_has_of_work_that_was_deleted(hosts, mo
             shutil.rmtree(hosts.bucket / "data/.mine.shards")
     assert hosts.prepare("b", "--finish", options=("--pack", "64")) == 0
     check(hosts, ("--pack", "64"))
+
+
+@pytest.mark.parametrize("method", ["create", "put", "get_range"])
+def test_a_bucket_that_refuses_is_named(hosts, capsys, monkeypatch, method):
+    def refuses(self, *_):
+        raise BucketError(errno.EACCES, "permission is denied", self.url)
+
+    monkeypatch.setattr(Bucket, method, refuses)
+    assert hosts.prepare("a", "--shard", "0/2") == 1
+    place = "s3://bucket/in" if method == "get_range" else "s3://bucket/data/.mine.shards"
+    assert f"error: {place}: permission is denied" in capsys.readouterr().err
 
 
 def test_other_options_and_a_new_beginning(hosts, capsys):

@@ -18,7 +18,7 @@ from trainer.data.text.prepare import Call, discard, errors_of, lock, seal
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, is_finished, read_json, read_record
 from trainer.data.text.shard import Outputs, Shard, keep, make_folders, read_bytes
 from trainer.data.text.shares import DOCUMENT, DOCUMENTS, HASH_BYTES, HASHES, Examined, read_share, share_path
-from trainer.data.text.shares_in_bucket import bring_inputs, bring_parts, bring_records
+from trainer.data.text.shares_in_bucket import bring_outlines, bring_parts, bring_records
 from trainer.data.text.workers import do_all
 from trainer.data.token_file import SUFFIX, TokenFile
 
@@ -56,7 +56,7 @@ def _put_together(call: Call, plan: Plan) -> None:
     """Do what no share can do alone, up to the final record."""
     found = _interleaved(_records(call, plan), len(plan.listed))
     if call.remote:
-        bring_inputs(call)
+        bring_outlines(call)
     bad = BadFiles(call.max_bad_files)
     call.progress(0, None, f"listing the files of {', '.join(plan.settings.inputs)}")
     hub = [each for each in plan.listed if each.input.startswith(HUB)]

@@ -19,8 +19,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from checkpoint.bucket import Bucket
-from checkpoint.bucket_files import alone_with, bring, bring_file, bucket_for, has_all, put_file
+from checkpoint.bucket_files import (
+    alone_with,
+    bring,
+    bring_file,
+    bucket_for,
+    copy_of,
+    has_all,
+    is_here,
+    put_file,
+    remove_others,
+)
 from configs.files import replacing
+from trainer.data.text.documents import is_divided_by_content
 from trainer.data.text.plan import PLAN, Plan, RawShard, plan_content, read_plan
 from trainer.data.text.prepare import Call, Remote, discard, errors_of
 from trainer.data.text.prepared_folder import RECORD, is_finished, read_json
@@ -29,6 +40,8 @@ from trainer.data.text.shares import DOCUMENTS, HASHES, make_share, share_path
 from trainer.data.token_file import SUFFIX
 
 _PARTS = "parts"
+_PARQUET_END = 8
+"""Bytes at the end of a .parquet file: how many before them describe it, and "PAR1"."""
 
 
 def make_share_remotely(call: Call, share: int, shares: int) -> tuple[int, int] | None:
@@ -49,6 +62,8 @@ def make_share_remotely(call: Call, share: int, shares: int) -> tuple[int, int] 
         parts = plan.of_share(call, share)
         before = _bring_reports(call, parts)
         done = make_share(call, share, shares)
+        if done is None:  # this host has finished OUTPUT, and has not put all of it
+            return None
         _put_parts(call, parts, before)
         bucket = Bucket(remote.work)
         bucket.put(_key(call, share_path(call, share)), share_path(call, share).read_bytes())
@@ -63,7 +78,7 @@ def agreed_plan(call: Call, shares: int) -> Plan:
     try:
         content = bucket.get(PLAN)
     except FileNotFoundError:
-        bring_inputs(call)
+        bring_outlines(call)
         with suppress(FileExistsError):  # another host was faster
             bucket.create(PLAN, plan_content(call, shares))
         content = bucket.get(PLAN)
@@ -86,6 +101,38 @@ def bring_inputs(call: Call, only: Set[Path] | None = None) -> None:
     """Bring the inputs that are in object storage to this host: all, or some of their files and saved datasets."""
     for url in _remote(call).inputs:
         bring(url, call.progress, only)
+
+
+def bring_outlines(call: Call) -> None:
+    """Bring as much of the inputs as a list of their pieces needs.
+
+    Other copies have the size of their objects, and no content until `bring_inputs` is asked for it.
+    """
+    for url in _remote(call).inputs:
+        target = copy_of(url)
+        bucket = Bucket(url)
+        objects = bucket.objects()
+        bring(url, call.progress, {target / key for key in objects if is_divided_by_content(key)})
+        with alone_with(target):
+            for key, stored in objects.items():
+                if not is_divided_by_content(key) and not is_here(target / key, stored):
+                    _outline(bucket, key, stored.size, target / key)
+            remove_others(target, objects)
+
+
+def _outline(bucket: Bucket, key: str, size: int, target: Path) -> None:
+    """Make a file of an object's size; a .parquet file gets its end, where it describes its row groups."""
+    end = b""
+    if key.lower().endswith(".parquet") and size >= _PARQUET_END:
+        end, _ = bucket.get_range(key, size - _PARQUET_END, size)
+        n_bytes = int.from_bytes(end[:4], "little") + _PARQUET_END
+        if end[4:] == b"PAR1" and n_bytes <= size:
+            end, _ = bucket.get_range(key, size - n_bytes, size)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as file:
+        file.truncate(size - len(end))
+        file.seek(size - len(end))
+        file.write(end)
 
 
 def bring_records(call: Call) -> None:
