@@ -1,13 +1,17 @@
 """Files and folders that are brought from object storage whole, or put there."""
 
 import errno
+import fcntl
 import mmap
 import os
+import shutil
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+import xxhash
 
 from checkpoint.bucket import Bucket, BucketError, Patience, Stored
 from configs.errors import UserError
@@ -20,8 +24,8 @@ UNFINISHED = ".unfinished"
 _RANGE_BYTES = 16 << 20
 _SLOWEST = 1_000_000
 """Bytes per second below which an upload is given up."""
-_MAX_BYTES = 5_000_000_000
-"""The most that S3 takes in one request."""
+_MAX_BYTES = 5000 << 20
+"""The most that Azure takes in one request; S3 takes 2% more."""
 
 
 def copy_of(url: str) -> Path:
@@ -67,10 +71,29 @@ def bring_file(url: str) -> Path:
     return target
 
 
-def bring(url: str, progress: Progress = lambda done, total, message: None) -> Path:
+@contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """Let one process of this host at a time into a block with this path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def bring(
+    url: str,
+    progress: Progress = lambda done, total, message: None,
+    only: Set[Path] | None = None,
+) -> Path:
     """Copy an object, or all objects below a name, to this host; returns the file or folder.
 
-    What is there already, of the same size and time, is not brought again; what is no longer in the bucket is removed.
+    What is there already, of the same size and ETag, is not brought again; when all are brought, what is no longer in
+    the bucket is removed.
+
+    Args:
+        url: the name.
+        progress: told of the bytes.
+        only: the copies that are needed, or their folders; None: all.
 
     Raises:
         UserError: nothing is there, or it can't be read or changes meanwhile.
@@ -82,19 +105,35 @@ def bring(url: str, progress: Progress = lambda done, total, message: None) -> P
         if not objects:
             return bring_file(url)
         _require_names(url, objects)
-        total = sum(stored.size for stored in objects.values())
-        done = 0
-        for key, stored in sorted(objects.items()):
-            progress(done, total, f"bringing {url}/{key}")
-            _bring(bucket, key, stored, target / key)
-            done += stored.size
+        needed = {
+            key: stored
+            for key, stored in sorted(objects.items())
+            if only is None or not only.isdisjoint((target / key, (target / key).parent))
+        }
+        with alone_with(target):
+            _bring_all(bucket, needed, target, progress)
+            if only is None:
+                remove_others(target, objects)
     except (BucketError, FileNotFoundError) as error:
         changes = BucketError(errno.EIO, f"it changes meanwhile: {error}", url)
         raise (error if isinstance(error, BucketError) else changes).for_user() from None
-    for path in [path for path in target.rglob("*") if path.is_file()]:
-        if path.relative_to(target).as_posix() not in objects:
-            path.unlink()
     return target
+
+
+def _bring_all(bucket: Bucket, objects: Mapping[str, Stored], target: Path, progress: Progress) -> None:
+    total = sum(stored.size for stored in objects.values())
+    done = 0
+    for key, stored in objects.items():
+        progress(done, total, f"bringing {bucket.url}/{key}")
+        _bring(bucket, key, stored, target / key)
+        done += stored.size
+
+
+def remove_others(folder: Path, keys: Collection[str]) -> None:
+    """Remove the files of a folder that are copies of no object."""
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        if path.relative_to(folder).as_posix() not in keys:
+            path.unlink()
 
 
 def _require_names(url: str, keys: Mapping[str, Stored]) -> None:
@@ -105,10 +144,8 @@ def _require_names(url: str, keys: Mapping[str, Stored]) -> None:
 
 def _bring(bucket: Bucket, key: str, stored: Stored, target: Path) -> None:
     """Copy an object, unless it is there."""
-    with suppress(OSError):
-        status = target.stat()
-        if (status.st_size, int(status.st_mtime)) == (stored.size, int(stored.modified)):
-            return
+    if is_here(target, stored):
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target, f"{socket.gethostname()}-{os.getpid()}") as file:
         for start in range(0, stored.size, _RANGE_BYTES):
@@ -116,7 +153,24 @@ def _bring(bucket: Bucket, key: str, stored: Stored, target: Path) -> None:
             if e_tag != stored.e_tag:
                 raise UserError(f"{bucket.url}/{key}: changed while it was read; run the same command again")
             file.write(content)
-    os.utime(target, 2 * (stored.modified,))
+    os.utime(target, ns=2 * (_time_of(stored),))
+
+
+def is_here(copy: Path, stored: Stored) -> bool:
+    """Whether a file is the copy of an object."""
+    try:
+        status = copy.stat()
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == (stored.size, _time_of(stored))
+
+
+def _time_of(stored: Stored) -> int:
+    """When a copy is said to have been changed, in nanoseconds: the object's second, and a fraction by its ETag.
+
+    Objects that replace each other within a second differ, and copies on several hosts are alike.
+    """
+    return int(stored.modified) * 10**9 + xxhash.xxh3_64_intdigest(stored.e_tag.encode()) % 10**9
 
 
 def has_all(url: str, manifest: str) -> bool:
@@ -125,14 +179,34 @@ def has_all(url: str, manifest: str) -> bool:
     Raises:
         UserError: the bucket can't be looked at, or has something else there.
     """
-    try:
-        keys = Bucket(url).objects()
-    except BucketError as error:
-        raise error.for_user() from None
-    is_unfinished = any(key.rpartition("/")[2] == UNFINISHED for key in keys)
+    keys, is_unfinished = _looked_at(url)
     if keys and manifest not in keys and not is_unfinished:
         raise UserError(f"{url}: has other objects than prepared text; choose another output")
     return manifest in keys and not is_unfinished
+
+
+def room_for(url: str) -> Path:
+    """A folder on this host that does not exist yet, in which a command makes what `put_folder` puts at a place.
+
+    Raises:
+        UserError: the bucket can't be looked at, or has something there that no killed call of `put_folder` has left.
+    """
+    folder = copy_of(url)
+    folder = folder.with_name(f".{folder.name}.new")
+    keys, is_unfinished = _looked_at(url)
+    if keys and not is_unfinished:
+        raise UserError(f"{url} exists; name another place, or remove it")
+    shutil.rmtree(folder, ignore_errors=True)  # left behind by a killed process
+    return folder
+
+
+def _looked_at(url: str) -> tuple[Set[str], bool]:
+    """The keys at a place, and whether a call of `put_folder` has not come to its end there."""
+    try:
+        keys = Bucket(url).list().keys()
+    except BucketError as error:
+        raise error.for_user() from None
+    return keys, any(key.rpartition("/")[2] == UNFINISHED for key in keys)
 
 
 def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> None:
@@ -145,10 +219,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     sizes = {key: path.stat().st_size for key, path in files.items()}
-    if large := [key for key, size in sizes.items() if size > _MAX_BYTES]:
-        raise UserError(f"{folder / large[0]}: S3 takes at most 5 GB at once; copy {folder} there by your cloud's tool")
-    seconds = max(sizes.values()) / _SLOWEST
-    bucket = Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+    bucket = bucket_for(files.values(), url)
     marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
     done = 0
     try:
@@ -157,17 +228,33 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
         bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
         for key in sorted(files.keys() - {manifest}):
             progress(done, sum(sizes.values()), f"putting {url}/{key}")
-            _put(bucket, key, files[key])
+            put_file(bucket, key, files[key])
             done += sizes[key]
         bucket.create(manifest, files[manifest].read_bytes())
         bucket.delete(marks)
     except FileExistsError:
-        raise UserError(f"{url}: another preparation has put its files here meanwhile; choose another output") from None
+        raise UserError(f"{url}: another command has put its files here meanwhile; choose another output") from None
     except BucketError as error:
         raise error.for_user() from None
 
 
-def _put(bucket: Bucket, key: str, path: Path) -> None:
+def bucket_for(files: Iterable[Path], url: str) -> Bucket:
+    """The place at which some files are put by `put_file`; it waits long enough for the largest.
+
+    Raises:
+        UserError: a file is too large.
+    """
+    sizes = {path.stat().st_size: path for path in files}
+    largest = max(sizes, default=0)
+    if largest > _MAX_BYTES:
+        what = "is larger than 5,000 MiB, too much for one request"
+        raise UserError(f"{sizes[largest]} {what}; copy its folder there by your cloud's tool")
+    seconds = largest / _SLOWEST
+    return Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+
+
+def put_file(bucket: Bucket, key: str, path: Path) -> None:
+    """Create or replace an object by a file's content."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
         bucket.put(key, content)

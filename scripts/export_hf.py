@@ -2,7 +2,7 @@
 
 CHECKPOINT is a run folder (its newest checkpoint), or a folder such as runs/debug/checkpoints/step-00000150, saved on
 any mesh. An export takes the memory of one file of weights (--max-shard-size). OUTPUT must not exist; it
-appears when it is complete.
+appears when it is complete. It may be a place in object storage, to which the files are copied at the end.
 
 With --optimizer, OUTPUT gets the optimizer state for plain torch, in a file with the optimizer's name, adamw.pt (with
 Muon, in two), which torch.load(..., weights_only=True) reads and the optimizer's load_state_dict accepts; its groups
@@ -11,16 +11,20 @@ each rank that wrote some, and index.json says where each part is. --gather choo
 """
 
 import argparse
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from checkpoint.find import tokenizer_of
+from checkpoint.bucket_files import put_folder, room_for
+from checkpoint.find import HF_CONFIG_NAME, tokenizer_of
 from configs.errors import UserError
-from scripts.command import checkpoint_in, end, folder_argument, parser_of, place_argument, run_command
+from configs.places import is_url
+from scripts.command import checkpoint_in, end, parser_of, place_argument, run_command
 from trainer.report.console import Console
 from trainer.report.units import parse_size
 
@@ -43,37 +47,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gather needs --optimizer")
 
     def work(console: Console) -> None:
-        checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
-        if options.optimizer:
-            _export_optimizer(checkpoint, options, console)
-            return
-        from checkpoint.export.hf_export import export_hf
+        with _folder_for(options, console) as output:
+            checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
+            export = _export_optimizer if options.optimizer else _export_model
+            export(checkpoint, output, options, console)
 
-        tokenizer = _tokenizer(checkpoint, options.tokenizer)
-        if not tokenizer.files:
-            console.warning("exported without a tokenizer: the job sets no tokenizer.path, and --tokenizer names none")
-        with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
-            export_hf(
-                checkpoint,
-                options.output,
-                tokenizer,
-                dtype=options.dtype,
-                max_shard_bytes=options.max_shard_size or parse_size(DEFAULT_SHARD_SIZE),
-                verify=options.verify,
-                progress=report,
-                warn=console.warning,
-                own_class=options.own_class,
-            )
-
-    return run_command(work, "stopped; nothing was written")
+    return run_command(work, "stopped; the export is not complete")
 
 
-def _export_optimizer(checkpoint: Path, options: argparse.Namespace, console: Console) -> None:
+@contextmanager
+def _folder_for(options: argparse.Namespace, console: Console) -> Iterator[Path]:
+    """The folder to create; if it is for a place in object storage, its files are put there at the end."""
+    if not is_url(options.output):
+        yield Path(options.output)
+        return
+    folder = room_for(options.output)
+    yield folder
+    from scripts.export.optimizer import INDEX_NAME
+
+    with console.progress(f"Putting {options.output}", in_bytes=True) as report:
+        put_folder(folder, options.output, INDEX_NAME if options.optimizer else HF_CONFIG_NAME, report)
+    shutil.rmtree(folder)
+
+
+def _export_model(checkpoint: Path, output: Path, options: argparse.Namespace, console: Console) -> None:
+    from checkpoint.export.hf_export import export_hf
+
+    tokenizer = _tokenizer(checkpoint, options.tokenizer)
+    if not tokenizer.files:
+        console.warning("exported without a tokenizer: the job sets no tokenizer.path, and --tokenizer names none")
+    with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
+        export_hf(
+            checkpoint,
+            output,
+            tokenizer,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_size or parse_size(DEFAULT_SHARD_SIZE),
+            verify=options.verify,
+            progress=report,
+            warn=console.warning,
+            own_class=options.own_class,
+        )
+
+
+def _export_optimizer(checkpoint: Path, output: Path, options: argparse.Namespace, console: Console) -> None:
     from scripts.export.optimizer import export_optimizer
 
     gather = list(dict.fromkeys(options.gather or ["dense"]))
     with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
-        export_optimizer(checkpoint, options.output, gather, options.verify, report)
+        export_optimizer(checkpoint, output, gather, options.verify, report)
 
 
 def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
@@ -96,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("checkpoint", type=place_argument, metavar="CHECKPOINT", help="run folder or checkpoint")
-    add("output", type=folder_argument, metavar="OUTPUT", help="folder to create")
+    add("output", metavar="OUTPUT", help="folder to create; or its place in object storage, s3://BUCKET/NAME")
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
     add(
         "--max-shard-size",

@@ -2,14 +2,15 @@
 
 Writes OUTPUT/train and, with --validation-fraction, OUTPUT/validation: the folders that a job file's
 `[[data.sources]]` and `[[validation.sources]]` name. After a stop, the same command resumes where it stopped. Many
-hosts do it together by --shard 0/N to --shard N-1/N, and then --finish: the bytes are the same.
+hosts do it together by --shard 0/N to --shard N-1/N, and then --finish: the bytes are the same. They need a disk that
+all see, or an output in object storage.
 """
 
 import argparse
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from scripts.command import add_text_arguments, end, number_of, parser_of, posit
 from trainer.data.text.finish import finish
 from trainer.data.text.listing import NAME as LIST
 from trainer.data.text.on_ray import make_shares_on_ray
-from trainer.data.text.prepare import Call, prepare, settings_of
+from trainer.data.text.prepare import Call, Remote, errors_of, prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, Settings, described
 from trainer.data.text.shares import MAX_SHARES, make_share
+from trainer.data.text.shares_in_bucket import bring_inputs, make_share_remotely, remove_work
 from trainer.data.text.workers import Progress
 from trainer.data.token_file import SUFFIX
 from trainer.report.console import Console
@@ -42,24 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--prompt-key and --text-key both name {options.text_key!r}, so the prompt is the text itself")
 
     url = options.output if is_url(options.output) else None
-    if any(map(is_url, (options.output, *options.inputs))) and (options.shard or options.finish or options.ray):
-        parser.error("--shard, --finish and --ray are for folders that all hosts see; name no place in object storage")
+    if options.ray and url is None and any(map(is_url, options.inputs)):
+        parser.error("--ray with inputs in object storage needs --output there, too, since its hosts may share no disk")
+    options.remote = None
+    if url and (options.shard or options.finish or options.ray):
+        options.remote = Remote(url, tuple(filter(is_url, options.inputs)), options.tokenizer)
 
     def work(console: Console) -> None:
-        options.inputs = [_brought(name, console) for name in options.inputs]
+        local = _name_of_copy if options.remote else partial(_brought, console=console)
+        options.inputs = [local(name) if is_url(name) else name for name in options.inputs]
         options.tokenizer = local_file(options.tokenizer)
         options.output = copy_of(url) if url else Path(options.output)
-        if url is None:
+        if options.shard:
+            _make_share(options, console)
+        elif url is None:
             prepare_here(console)
         else:
             _prepare_in_bucket(options, url, partial(prepare_here, console), console)
 
     def prepare_here(console: Console) -> None:
-        if options.shard:
-            _make_share(options, console)
-            return
         if (options.output / RECORD).exists():
-            record = prepare(_call(options), console.line)  # only checks that it would be the same
+            call = _call(options)
+            if call.remote:
+                bring_inputs(call)
+            record = prepare(call, console.line)  # only checks that it would be the same
             console.line(
                 f"{url or options.output}: already there, from the same files and settings; nothing was written"
             )
@@ -94,15 +102,20 @@ def _prepare_in_bucket(
         shutil.copyfile(options.tokenizer, options.output / f"tokenizer{options.tokenizer.suffix}")
         with console.progress(f"Putting {url}", in_bytes=True) as progress:
             put_folder(options.output, url, RECORD, progress)
+    if options.remote:
+        with errors_of(options.output):
+            remove_work(options.remote)
     shutil.rmtree(options.output)
 
 
 def _brought(name: str, console: Console) -> str:
-    """An input; of one in object storage, a copy on this host."""
-    if not is_url(name):
-        return name
+    """A copy of an input on this host."""
     with console.progress(f"Bringing {name}", in_bytes=True) as progress:
         return os.path.relpath(bring(name, progress))
+
+
+def _name_of_copy(name: str) -> str:
+    return os.path.relpath(copy_of(name))
 
 
 _FOUND = {"inputs", "tokenizer_hash", "vocab_size"}
@@ -112,15 +125,18 @@ _FOUND = {"inputs", "tokenizer_hash", "vocab_size"}
 def _call(options: argparse.Namespace, progress: Progress = Call.progress) -> Call:
     choices = {each.name: getattr(options, each.name) for each in fields(Settings) if each.name not in _FOUND}
     settings = settings_of(options.inputs, options.output, options.tokenizer, **choices)
-    return Call(settings, options.output, options.tokenizer, options.processes, options.max_bad_files, progress)
+    call = Call(settings, options.output, options.tokenizer, options.processes, options.max_bad_files, progress)
+    return replace(call, remote=options.remote)
 
 
 def _make_share(options: argparse.Namespace, console: Console) -> None:
     share, shares = options.shard
     with console.progress(f"Shard {share}/{shares}", in_bytes=True) as progress:
-        done = make_share(_call(options, progress), share, shares)
+        make = make_share_remotely if options.remote else make_share
+        done = make(_call(options, progress), share, shares)
     if done is None:
-        console.line(f"{options.output}: already there, from the same settings; nothing was written")
+        output = options.remote.output if options.remote else options.output
+        console.line(f"{output}: already there, from the same settings; nothing was written")
     else:
         console.line(
             f"shard {share}/{shares}: finished; of its parts, {done[0]} were written now, {done[1]} were there"
@@ -183,7 +199,7 @@ def prepare_parser() -> argparse.ArgumentParser:
         "--shard",
         type=_share,
         metavar="I/N",
-        help="do only shard I of N, from 0 to N-1, on any host that sees the same files; when all are done: --finish",
+        help="do only shard I of N, from 0 to N-1, on any host that has the same inputs; when all are done: --finish",
     )
     many.add_argument("--finish", action="store_true", help="put the shards together; the options are the same")
     many.add_argument(

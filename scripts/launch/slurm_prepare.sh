@@ -6,6 +6,7 @@
 # Each task of the array makes one shard; the job without an array puts them together. If shards fail, it names them: run
 # them again, as sbatch --array=3,17-20 with KEEL_SHARDS=64 in the environment, since N then does not follow from the
 # array. A task that is requeued continues. Text, tokenizer and output must be visible to all nodes.
+# With s3:// names for text, tokenizer and output, nodes need no shared disk (docs/buckets.md).
 #SBATCH --job-name=keel-prepare
 #SBATCH --nodes=1
 #SBATCH --ntasks=1

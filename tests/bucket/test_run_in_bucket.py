@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint.bucket import Bucket
+from checkpoint.bucket_files import bring
 from checkpoint.bucket_launch import claim_in
 from checkpoint.manifest import MANIFEST_NAME
 from scripts import checkpoint as checkpoint_script
-from scripts import compare, fork, report, runs
+from scripts import compare, export_hf, fork, report, runs
 from tests.bucket.ceph import ACCESS_KEY, SECRET_KEY, Ceph
 from tests.end_to_end.launch import (
     ENVIRONMENT,
@@ -124,6 +125,46 @@ def test_commands_after_a_save_find_the_tensors(server: Ceph, tmp_path: Path):
         assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     keys = Bucket(url).list()
     assert "after_save/export/step-00000020.log" in keys
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_exports_into_the_bucket(
+    server: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """By commands after a save, and by hand, of all forms: the files of an export to a disk."""
+    transformers = pytest.importorskip("transformers")
+    table = "[{name = 'export', command = 'keel export {checkpoint} s3://keel/exports/{step}', every = 10}]"
+    words = f'{WORDS} --checkpoint.after_save "{table}"'
+    launch(tmp_path, f"{words} --job.output_dir s3://keel/exported", env=server.environment)
+    monkeypatch.chdir(tmp_path)
+    forms = {
+        "10": ("/checkpoints/step-00000010",),
+        "20": ("",),
+        "cut": ("", "--max-shard-size", "100KB", "--dtype", "bfloat16"),
+        "optimizer": ("", "--optimizer"),
+        "some": ("", "--optimizer", "--gather", "*attention*=stay"),
+    }
+    for name, (inside, *options) in forms.items():
+        source = f"s3://keel/exported{inside}"
+        if name not in ("10", "20"):
+            assert export_hf.main([source, f"s3://keel/exports/{name}", *options]) == 0
+        assert export_hf.main([source, name, *options]) == 0
+        bucket = Bucket(f"s3://keel/exports/{name}")
+        there = {key: bucket.get(key) for key in bucket.list()}
+        assert there == content(tmp_path / name)
+        assert len(there) > 1
+    assert not list((tmp_path / "runs/copies/s3/keel/exports").iterdir())
+    model = transformers.AutoModelForCausalLM.from_pretrained(bring("s3://keel/exports/cut"))
+    assert "embed_tokens.weight" in "".join(model.state_dict())
+    capsys.readouterr()
+    assert export_hf.main(["s3://keel/exported", "s3://keel/exports/20"]) == 1
+    assert "error: s3://keel/exports/20 exists; name another place, or remove it" in capsys.readouterr().err
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    assert export_hf.main(["10", "s3://keel/exports/new"]) == 1
+    assert "error: s3://keel/exports/new: the credentials are not valid" in capsys.readouterr().err
 
 
 def test_a_server_that_is_killed_and_comes_back_costs_the_run_nothing(server: Ceph, tmp_path: Path):

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.bucket import Bucket
 from scripts.prepare_data import main as prepare_data
+from tests.bucket.conftest import server as server
 from tests.end_to_end.launch import ROOT
 from tests.preparing import prepare
 from trainer.data.tokenizer import train_sentencepiece
@@ -33,12 +35,22 @@ def free_port():
 @pytest.fixture
 def cluster(tmp_path):
     """The address and the session of a Ray with two CPUs."""
+    yield from started(tmp_path, ENVIRONMENT)
+
+
+@pytest.fixture
+def cluster_beside_a_bucket(server, tmp_path):
+    """The same; its hosts have the credentials of a server."""
+    yield from started(tmp_path, ENVIRONMENT | server.environment)
+
+
+def started(tmp_path, environment):
     pytest.importorskip("ray")
     port = free_port()
     words = f"start --head --port {port} --num-cpus 2 --include-dashboard=false --object-store-memory 100000000 --block"
     command = [str(Path(sys.executable).with_name("ray")), *words.split()]
     with (tmp_path / "ray.log").open("w") as log:
-        head = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + 200
         while "Ray runtime started" not in (tmp_path / "ray.log").read_text():
@@ -96,6 +108,35 @@ def test_a_cluster_of_ray_gives_the_bytes_of_one_process_although_a_worker_is_ki
     os.kill(workers[0], signal.SIGKILL)
     assert process.wait(300) == 0
     assert content(tmp_path / "out") == content(tmp_path / "one")
+
+
+def test_a_cluster_of_ray_works_in_a_bucket(cluster_beside_a_bucket, server, tmp_path, monkeypatch):
+    """The text, the tokenizer and the output are in a bucket; a worker is killed."""
+    address, session = cluster_beside_a_bucket
+    texts = [f"def function_{i % 3000}(x):\n    return x + {i % 3000}\n" * 9 for i in range(20_000)]
+    bucket = Bucket("s3://keel/ray")
+    for i in range(4):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[i::4]]
+        bucket.put(f"text/{i}.jsonl", "".join(lines).encode())
+    train_sentencepiece(iter(texts[:50]), tmp_path / "t.model", 300)
+    bucket.put("t.model", (tmp_path / "t.model").read_bytes())
+    words = ["s3://keel/ray/text", "--tokenizer", "s3://keel/ray/t.model", "--drop-duplicates"]
+    (tmp_path / "driver").mkdir()
+    command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), *words, "--output", "s3://keel/ray/out"]
+    process = subprocess.Popen(
+        [*command, "--ray", address], env=ENVIRONMENT | server.environment, cwd=tmp_path / "driver"
+    )
+    while not list(tmp_path.rglob("unfinished.*/raw/.*.tmp")):  # until one is in the middle of a file
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(of_session(session, "ray::_make_share")[0], signal.SIGKILL)
+    assert process.wait(300) == 0
+    (tmp_path / "one").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    assert prepare_data([*words, "--output", "out"]) == 0
+    there = {key: bucket.get(key) for key in bucket.list() if not key.startswith("text/")}
+    assert there.pop("out/tokenizer.model") == there.pop("t.model")
+    assert there == {f"out/{key}": data for key, data in content(tmp_path / "one/out").items()}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "here", "127.0.0.1:123456"])

@@ -23,6 +23,7 @@ from checkpoint import bucket as buckets  # noqa: E402
 from checkpoint import bucket_launch as launches  # noqa: E402
 from checkpoint import bucket_storage as storages  # noqa: E402
 from checkpoint.bucket import QUICK, Bucket, BucketError, Patience  # noqa: E402
+from checkpoint.bucket_files import UNFINISHED, bring  # noqa: E402
 from checkpoint.bucket_launch import Claim, claim_in  # noqa: E402
 from checkpoint.bucket_storage import BucketStorage, local_copy, place_told, storage_of, with_tensors  # noqa: E402
 from checkpoint.incarnation import Superseded  # noqa: E402
@@ -36,6 +37,7 @@ from configs.load import load  # noqa: E402
 from configs.places import local_folder, url_fault  # noqa: E402
 from configs.schema import Checkpoint  # noqa: E402
 from scripts import checkpoint as checkpoint_script  # noqa: E402
+from scripts import export_hf  # noqa: E402
 from scripts.keel import main as keel_main  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
@@ -44,6 +46,7 @@ from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
     make_state,
     process_group,  # noqa: F401
 )
+from tests.unit.hf_support import TINY, make_model, save  # noqa: E402
 
 URL = "s3://bucket/run"
 BRIEF = Patience(request_seconds=20, seconds=1.5)
@@ -387,8 +390,8 @@ def test_a_run_in_a_folder_begins_with_the_weights_of_one_in_a_bucket(objects, t
     (objects / "config.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     copy = step_folder(local_copy(URL) / "checkpoints", 20)
-    for bring in (lambda: None, lambda: with_tensors(copy)):
-        bring()
+    for fill in (lambda: None, lambda: with_tensors(copy)):
+        fill()
         told = place_told(copy)
         monkeypatch.chdir(fresh(tmp_path))  # another host
         storage = storage_of(copy, read_manifest(tmp_path / copy).files, told)
@@ -402,6 +405,59 @@ def test_a_run_in_a_folder_begins_with_the_weights_of_one_in_a_bucket(objects, t
     assert manager.resume(state)["step"] == 20
     assert_equal(state, make_state(20))
     check(copy)  # its content has stayed
+
+
+def test_an_object_replaced_within_a_second_by_one_of_its_size_is_brought_again(objects, tmp_path, monkeypatch):
+    """And only then: the copy has another time for it, by which others notice, too."""
+    monkeypatch.chdir(fresh(tmp_path))
+    objects.mkdir(parents=True)
+    times = []
+    for content in ("first", "other"):
+        file = objects / content
+        file.write_text(content)
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        file.replace(objects / "a.txt")
+        bring(URL)
+        copy = Path("runs/copies/s3/bucket/run/a.txt")
+        assert copy.read_text() == content
+        times.append(copy.stat().st_mtime_ns)
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, "get_range", lambda *_: pytest.fail("it is there"))
+            bring(URL)
+    assert times[0] != times[1]
+    assert {time // 10**9 for time in times} == {1_700_000_000}
+
+
+def test_an_export_into_a_bucket(objects, tmp_path, monkeypatch, capsys):
+    """One that was stopped while it was put, of other files, is replaced; a complete one never is."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "step-00000001", make_model(TINY["tied"]))
+    words = ["step-00000001", "--tokenizer", "none"]
+    assert export_hf.main([*words, "here"]) == 0
+    put = Bucket.put
+
+    def stopped(self, key, content):
+        if key == "model.safetensors":
+            raise KeyboardInterrupt
+        put(self, key, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "put", stopped)
+        assert export_hf.main([*words, URL]) == 130
+    assert (objects / UNFINISHED).exists()
+    assert not (objects / "config.json").exists()
+    (objects / "model-00001-of-00002.safetensors").touch()
+    assert export_hf.main([*words, URL]) == 0
+    here, there = ({file.name: file.read_bytes() for file in place.iterdir()} for place in (Path("here"), objects))
+    assert there == here
+    assert len(there) == 4
+    assert not list(Path("runs/copies/s3/bucket").iterdir())
+    capsys.readouterr()
+    assert export_hf.main([*words, URL]) == 1
+    assert f"error: {URL} exists; name another place, or remove it" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in objects.iterdir()} == here
+    assert export_hf.main([*words, "s3://bucket"]) == 1
+    assert "it names a whole bucket" in capsys.readouterr().err
 
 
 def fresh(tmp_path):
@@ -631,7 +687,8 @@ def test_a_place_to_begin_from(key):
 
 
 @pytest.mark.parametrize(
-    "words", [["export", "runs/a", URL], ["fork", "runs/a", "--output", URL], ["checkpoint", "average", "runs/a", URL]]
+    "words",
+    [["import", "models/a", URL], ["fork", "runs/a", "--output", URL], ["checkpoint", "average", "runs/a", URL]],
 )
 def test_a_result_that_no_bucket_takes(words, capsys):
     with pytest.raises(SystemExit):

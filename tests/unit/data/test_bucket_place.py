@@ -446,5 +446,5 @@ def test_an_upload_that_was_killed_is_no_data_and_the_same_command_ends_it(texts
     assert TokenFolder("s3://bucket/mine/train", VOCAB, data=data).n_tokens
     assert "has other objects than prepared text" in prepared(capsys, words[0], "--output", URL, *words[3:], code=1)
     with pytest.raises(SystemExit):
-        prepare_data.main([*words, "--shard", "0/2"])
-    assert "--shard, --finish and --ray are for folders that all hosts see" in capsys.readouterr().err
+        prepare_data.main(["s3://bucket/text", "--output", "mine", *words[3:], "--ray", "auto"])
+    assert "--ray with inputs in object storage needs --output there, too" in capsys.readouterr().err

@@ -205,6 +205,11 @@ def file_pieces(path: Path) -> list[Piece]:
     return [Piece(kind, str(path), 0, size, size)]
 
 
+def is_divided_by_content(name: str) -> bool:
+    """Whether `file_pieces` reads all of a file; of a .parquet file it reads the end, and of others the size."""
+    return _KINDS.get(_suffix(name)) in ("json", "arrow")
+
+
 def _kind_of(path: Path) -> tuple[Kind, bool]:
     """How a file is read, and whether it is compressed."""
     if path.is_dir():

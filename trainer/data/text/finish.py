@@ -18,6 +18,7 @@ from trainer.data.text.prepare import Call, discard, errors_of, lock, seal
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, is_finished, read_json, read_record
 from trainer.data.text.shard import Outputs, Shard, keep, make_folders, read_bytes
 from trainer.data.text.shares import DOCUMENT, DOCUMENTS, HASH_BYTES, HASHES, Examined, read_share, share_path
+from trainer.data.text.shares_in_bucket import bring_outlines, bring_parts, bring_records
 from trainer.data.text.workers import do_all
 from trainer.data.token_file import SUFFIX, TokenFile
 
@@ -37,8 +38,10 @@ def finish(call: Call) -> dict[str, Any]:
     with errors_of(call.output):
         if is_finished(call.output, call.settings):
             return read_record(call.output)
+        if call.remote:
+            bring_records(call)
         if not (call.working / PLAN).exists():
-            raise UserError(f"{call.working}: no shards are there; make them with --shard 0/N to --shard N-1/N first")
+            raise UserError(f"{call.work}: no shards are there; make them with --shard 0/N to --shard N-1/N first")
         with lock(call.working, call.progress):
             if not is_finished(call.output, call.settings):
                 _put_together(call, read_plan(call))
@@ -52,12 +55,16 @@ def finish(call: Call) -> dict[str, Any]:
 def _put_together(call: Call, plan: Plan) -> None:
     """Do what no share can do alone, up to the final record."""
     found = _interleaved(_records(call, plan), len(plan.listed))
+    if call.remote:
+        bring_outlines(call)
     bad = BadFiles(call.max_bad_files)
     call.progress(0, None, f"listing the files of {', '.join(plan.settings.inputs)}")
     hub = [each for each in plan.listed if each.input.startswith(HUB)]
     local = replace(plan.settings, inputs=[name for name in plan.settings.inputs if not name.startswith(HUB)])
     require_as_planned(call, plan.listed, list_inputs(local, bad) + hub)
     shards, raws = _checked(call, plan, [hash for each in found for hash in each.contents])
+    if call.remote:
+        bring_parts(call, plan)
     for shard in [*raws, *(shard for shard in shards if plan.is_whole(shard.index))]:
         bad.extend(read_json(shard.report_path)["bad_files"])
     make_folders(call.working, plan.settings, call.launch)
@@ -86,7 +93,7 @@ def _records(call: Call, plan: Plan) -> list[list[Examined]]:
             records[share] = record
     if missing := [share for share in range(plan.shares) if share not in records]:
         raise UserError(
-            f"{call.working}: {len(missing)} of {plan.shares} shards are not finished: {_ranges(missing)}. Run each of "
+            f"{call.work}: {len(missing)} of {plan.shares} shards are not finished: {_ranges(missing)}. Run each of "
             f"them as --shard I/{plan.shares} with the same options, then --finish again"
         )
     return list(records.values())

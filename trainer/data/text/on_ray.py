@@ -1,6 +1,7 @@
 """The shares of a preparation as tasks of Ray (see `shares`): `keel prepare --ray ADDRESS`.
 
-Ray repeats a task whose worker or host is lost; what has become of the work is in the folder that all hosts see.
+Ray repeats a task whose worker or host is lost; what has become of the work is in the folder that all hosts see, or in
+the bucket.
 """
 
 import os
@@ -10,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bucket_files import local_file
 from configs.errors import KeelError, UserError
 from trainer.data.text.inputs import import_package
 from trainer.data.text.plan import PLAN, make_plan, read_plan
 from trainer.data.text.prepare import Call, errors_of
 from trainer.data.text.prepared_folder import is_finished
 from trainer.data.text.shares import MAX_SHARES, make_share
+from trainer.data.text.shares_in_bucket import agreed_plan, make_share_remotely
 
 RETRIES = 20
 """How often a share is done again whose worker or host was lost."""
@@ -68,9 +71,13 @@ def _require_open(address: str, name: str) -> None:
 
 
 def _make_shares(ray: Any, call: Call) -> None:
-    if not (call.working / PLAN).exists():
-        make_plan(call, min(MAX_SHARES, max(1, int(ray.cluster_resources().get("CPU", 1)))))
-    plan = read_plan(call)
+    n_cpus = min(MAX_SHARES, max(1, int(ray.cluster_resources().get("CPU", 1))))
+    if call.remote:
+        plan = agreed_plan(call, n_cpus)
+    else:
+        if not (call.working / PLAN).exists():
+            make_plan(call, n_cpus)
+        plan = read_plan(call)
     sizes = [sum(shard.n_bytes for shard in plan.of_share(call, share)) for share in range(plan.shares)]
     task = ray.remote(num_cpus=1, max_retries=RETRIES)(_make_share)
     quiet = replace(call, processes=1, progress=_say_nothing)
@@ -91,8 +98,14 @@ def _make_shares(ray: Any, call: Call) -> None:
 
 def _make_share(call: Call, share: int, shares: int, folder: str) -> None:
     """Do a share in a worker; names of files start from the folder in which the command was given."""
+    if not call.remote:
+        os.chdir(folder)
+        make_share(call, share, shares)
+        return
+    os.makedirs(folder, exist_ok=True)  # on a host that has nothing yet
     os.chdir(folder)
-    make_share(call, share, shares)
+    local_file(call.remote.tokenizer)
+    make_share_remotely(call, share, shares)
 
 
 def _say_nothing(done: int, total: int | None, message: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -112,6 +113,11 @@ class Plan:
         found = [shard for portion in portions for shard in self.shards(call, portion)]
         return [shard for shard in found if self.share_of(shard) == share]
 
+    def inputs_of_share(self, call: Call, share: int) -> list[Listed]:
+        """What a share reads: the inputs of its pieces, and those that it examines."""
+        touched = {piece.path for shard in self.of_share(call, share) for piece in shard.pieces}
+        return [each for i, each in enumerate(self.listed) if each.path in touched or i % self.shares == share]
+
 
 def list_inputs(settings: Settings, bad: BadFiles) -> list[Listed]:
     """All inputs as they are now, in order; what is skipped is added to `bad`.
@@ -134,13 +140,19 @@ def make_plan(call: Call, shares: int) -> None:
     Of two shares that begin at once, the later may replace the plan by an equal one; should it differ, the other share
     does not count, since its record names the plan.
     """
-    call.progress(0, None, f"listing the files of {', '.join(call.settings.inputs)}")
-    listed = list_inputs(call.settings, BadFiles())
+    content = plan_content(call, shares)
     call.working.mkdir(parents=True, exist_ok=True)
     with replacing(call.working / PLAN, call.launch) as file:
-        file.write(json.dumps({"shards": shares, "settings": asdict(call.settings)}).encode() + b"\n")
-        for each in listed:
-            file.write(json.dumps([each.input, each.path, [astuple(piece) for piece in each.pieces]]).encode() + b"\n")
+        file.write(content)
+
+
+def plan_content(call: Call, shares: int) -> bytes:
+    """A plan of the inputs as they are now, as `read_plan` reads it."""
+    call.progress(0, None, f"listing the files of {', '.join(call.settings.inputs)}")
+    rows: list[Any] = [{"shards": shares, "settings": asdict(call.settings)}]
+    for each in list_inputs(call.settings, BadFiles()):
+        rows.append([each.input, each.path, [astuple(piece) for piece in each.pieces]])
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 def read_plan(call: Call) -> Plan:
@@ -157,7 +169,7 @@ def read_plan(call: Call) -> Plan:
         plan = Plan(Settings(**head["settings"]), head["shards"], listed, xxhash.xxh3_128_hexdigest(raw))
     except (ValueError, TypeError, KeyError):
         raise UserError(f"{path}: not in the form that this Keel writes. {call.advice}") from None
-    check_same(call.working, asdict(plan.settings), call.settings, call.advice)
+    check_same(call.work, asdict(plan.settings), call.settings, call.advice)
     return plan
 
 

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from checkpoint.bucket import BucketError
 from configs.errors import OutageError, UserError
 from configs.files import FULL
 from trainer.data.packing import write_mark
@@ -56,6 +57,23 @@ MAX_SHARDS = 256
 
 
 @dataclass(frozen=True)
+class Remote:
+    """What of a preparation on hosts that share no disk is in object storage."""
+
+    output: str
+    """OUTPUT; `Call.output` is its copy on this host."""
+    inputs: tuple[str, ...]
+    tokenizer: str
+    """Its name, of a file or in object storage."""
+
+    @property
+    def work(self) -> str:
+        """Where all calls for shares leave their work, as in `Call.working`."""
+        parent, _, name = self.output.rstrip("/").rpartition("/")
+        return f"{parent}/.{name}.shards"
+
+
+@dataclass(frozen=True)
 class Call:
     """What a call of `keel prepare`, or a run, asks for: all of the work, a share of it, or its end."""
 
@@ -68,16 +86,23 @@ class Call:
     """Told of the work; an exception that it raises ends the work, and what is finished is kept."""
     launch: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names the folder for its unfinished work; no other call, on any host, has the same."""
+    remote: Remote | None = None
+    """Not None: shares are made by hosts that share no disk."""
 
     @property
     def working(self) -> Path:
-        """The folder that all calls for shares use."""
+        """The folder that all calls for shares use, of this host or of all."""
         return self.output.absolute().with_name(f".{self.output.name}.shards")
+
+    @property
+    def work(self) -> str | Path:
+        """Where all hosts see the work."""
+        return self.remote.work if self.remote else self.working
 
     @property
     def advice(self) -> str:
         """How to begin again."""
-        return f"To begin again with all shards, delete {self.working}"
+        return f"To begin again with all shards, delete {self.work}"
 
 
 def prepare(
@@ -142,9 +167,11 @@ def settings_of(
 
 @contextmanager
 def errors_of(output: Path) -> Iterator[None]:
-    """Name the output, or the file beside it, that the disk refuses."""
+    """Name the output, or the file beside it, that the disk refuses, or the place that object storage does."""
     try:
         yield
+    except BucketError as error:
+        raise error.for_user() from None
     except OSError as error:
         kind = OutageError if error.errno in FULL else UserError
         raise kind(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None

@@ -142,7 +142,7 @@ def check_inputs(
         say(f"{output}: the text that it was made from is gone ({', '.join(gone)}), so it was not compared")
 
 
-def check_same(folder: Path, before: Any, settings: Settings, advice: str) -> None:
+def check_same(folder: str | Path, before: Any, settings: Settings, advice: str) -> None:
     now = asdict(settings)
     then = before if isinstance(before, dict) else {}
     values = {key: shortened(repr(then.get(key)), 400) for key in now}

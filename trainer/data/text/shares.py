@@ -81,7 +81,7 @@ def make_share(call: Call, share: int, shares: int) -> tuple[int, int] | None:
         plan = read_plan(call)
         if plan.shares != shares:
             raise UserError(
-                f"{call.working}: the work is divided into {plan.shares} shards, --shard I/{plan.shares}, not {shares}."
+                f"{call.work}: the work is divided into {plan.shares} shards, --shard I/{plan.shares}, not {shares}."
                 f" {call.advice}"
             )
         found = _examine(call, plan, share)
@@ -135,9 +135,7 @@ def _examine(call: Call, plan: Plan, share: int) -> list[Examined]:
     """
     listed = plan.listed[share :: plan.shares]
     files = [(each.input, Path(each.path)) for each in listed if not each.input.startswith(HUB)]
-    touched = {piece.path for shard in plan.of_share(call, share) for piece in shard.pieces}
-    planned = [each for each in plan.listed if each.path in touched] + listed
-    planned = [each for each in planned if not each.input.startswith(HUB)]
+    planned = [each for each in plan.inputs_of_share(call, share) if not each.input.startswith(HUB)]
     require_as_planned(call, planned, [replace(each, pieces=file_pieces(Path(each.path))) for each in planned])
     looked_at = BadFiles(call.max_bad_files)
     total = sum(piece.n_bytes for each in listed for piece in each.pieces)
