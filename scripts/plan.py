@@ -339,7 +339,7 @@ def planned(
     started = time.perf_counter()
     stages = plan_stages(job, choice, ranks, device, options.gpus_per_host)
     most = max(stages, key=lambda stage: stage.memory.device)
-    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds_with_saves if stage.step else 0.0)
+    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds_with_waits if stage.step else 0.0)
     held = rows(most, ranks, device_bytes, _name(most, stages))
     held.append(("built in", duration(time.perf_counter() - started)))
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))

@@ -79,7 +79,7 @@ def _words(stage: "StagePlan") -> str:
     if stage.step:
         speed = f"{count(stage.step.tokens_per_second)} tokens/s a GPU, MFU {percent(stage.step.mfu)}"
         words += (
-            f"; {brief(stage.step.seconds)} a step, {speed}: {duration(stage.steps * stage.step.seconds_with_saves)}"
+            f"; {brief(stage.step.seconds)} a step, {speed}: {duration(stage.steps * stage.step.seconds_with_waits)}"
         )
     return words
 
@@ -154,6 +154,7 @@ def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row
             )
             for each in step.collectives
         ),
+        _data_row(step),
         *_save_rows(step),
         (
             "the run",
@@ -161,10 +162,17 @@ def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row
             f"{count(run.gpu_hours)} GPU-hours{cost}",
         ),
         ("a checkpoint", size(step.checkpoint)),
-        ("counted", "FLOPs, tokens, bytes of collectives, states, checkpoints and saves"),
-        ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble, the wait for a save"),
-        ("left out", "; ".join(step.left_out)),
+        ("counted", "FLOPs, tokens, bytes of collectives, data, states, checkpoints and saves"),
+        ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble, waits"),
+        *([("left out", "; ".join(step.left_out))] if step.left_out else []),
     ]
+
+
+def _data_row(step: "StepTime") -> Row:
+    """What a step waits for its data."""
+    data = step.data
+    words = f"{brief(data.waiting)} a step: a rank prepares the next one's, {size(data.n_bytes)} of files, in "
+    return "waiting for data", words + brief(data.seconds)
 
 
 def _save_rows(step: "StepTime") -> list[Row]:
@@ -194,13 +202,14 @@ def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[
         },
         "model_flops_per_step": step.flops,
         "checkpoint_bytes": step.checkpoint,
+        "data": vars(step.data),
         "saves": vars(step.save) | {"seconds_of_a_step": step.save.of_a_step} if step.save else None,
         "counted": [
-            *("model_flops_per_step", "checkpoint_bytes", "saves.n_bytes"),
+            *("model_flops_per_step", "checkpoint_bytes", "data.n_bytes", "saves.n_bytes"),
             *("collectives.n_bytes", "collectives.calls"),
         ],
         "modelled": [
-            *("step_seconds", "parts_seconds", "mfu", "saves.seconds"),
+            *("step_seconds", "parts_seconds", "mfu", "data.seconds", "data.waiting", "saves.seconds"),
             *("collectives.seconds", "collectives.exposed"),
         ],
         "left_out": list(step.left_out),

@@ -83,7 +83,7 @@ def run_lengths(job: LoadedConfig) -> list[int]:
 
 
 def run_time(stages: Iterable[tuple[int, StepTime]]) -> RunTime:
-    """Add up the stages of a run: the steps of each, and one of them, with the waits for saves."""
+    """Add up the stages of a run: the steps of each, and one of them, with the waits for data and saves."""
     steps = 0
     tokens = 0
     seconds = 0.0
@@ -91,8 +91,8 @@ def run_time(stages: Iterable[tuple[int, StepTime]]) -> RunTime:
     for n, step in stages:
         steps += n
         tokens += n * step.tokens
-        seconds += n * step.seconds_with_saves
-        gpu_hours += n * step.seconds_with_saves * step.ranks / 3600
+        seconds += n * step.seconds_with_waits
+        gpu_hours += n * step.seconds_with_waits * step.ranks / 3600
     return RunTime(steps, tokens, seconds, gpu_hours)
 
 

@@ -1,15 +1,16 @@
-"""Rates of GPUs and of the links between them: `configs/rates/devices.toml`, which has the sources."""
+"""Rates of GPUs, of links between them, of loaders and storage: `configs/rates/devices.toml`, which has the sources."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from math import ceil, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
 from configs.errors import UserError
+from configs.places import is_url
 
 _FILE = Path(__file__).parents[2] / "configs" / "rates" / "devices.toml"
 
@@ -96,6 +97,24 @@ class Network:
         if op == "all_reduce":
             return 2 * n_bytes * (ranks - 1) / ranks / bandwidth + 2 * min(hops, 20 * between.latency)
         return n_bytes * (ranks - 1) / ranks / bandwidth + hops
+
+
+class Pace(NamedTuple):
+    """What a rank's loader takes to prepare samples, in seconds."""
+
+    window: float
+    token: float
+
+
+def loader_pace(kind: str) -> Pace | None:
+    """The pace of a kind of source; None if it is unknown, as of a class of the user's own."""
+    pace = _table()["loader"].get(kind)
+    return Pace(**pace) if pace else None
+
+
+def storage(name: str | None) -> Link:
+    """The link of a host to its disk, or of one request to a bucket, by the name of a place there."""
+    return Link(**_table()["storage"]["bucket" if is_url(name) else "disk"])
 
 
 @cache

@@ -21,10 +21,12 @@ from functools import cached_property
 from configs.architectures.llama_keys import is_delta, n_further
 from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.own_code import is_import_path
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
 from configs.table import with_keys
 from models.delta import CHUNK
+from trainer.planning.data_time import DataTime, data_time
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
@@ -87,6 +89,8 @@ class StepTime:
     """FLOP/s by which MFU is measured."""
     checkpoint: int
     """Bytes of a checkpoint."""
+    data: DataTime
+    """Its wait is not among the parts."""
     save: SaveTime | None
     """None: the run saves at its end only, or its states are in the host's memory."""
     left_out: Sequence[str]
@@ -97,9 +101,9 @@ class StepTime:
         return sum(self.parts.values())
 
     @property
-    def seconds_with_saves(self) -> float:
-        """The mean of the run's steps, between which it saves."""
-        return self.seconds + (self.save.of_a_step if self.save else 0.0)
+    def seconds_with_waits(self) -> float:
+        """The mean of the run's steps, which wait for data, and between which it saves."""
+        return self.seconds + self.data.waiting + (self.save.of_a_step if self.save else 0.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,14 +126,16 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     kinds = _by_kind(config, ranks, device, gpus_per_host)
     slowest = _slowest(kinds)
     tokens = tokens_per_step(config)
+    parts = slowest.step()
     return StepTime(
-        parts=slowest.step(),
+        parts=parts,
         collectives=slowest.collectives(),
         tokens=tokens,
         ranks=ranks,
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),
+        data=data_time(config, slowest.sizes, gpus_per_host, sum(parts.values())),
         save=_save(config, max(rank.memory.saved for rank in kinds), device),
         left_out=_left_out(config, slowest.has_delta_kernels),
     )
@@ -216,7 +222,7 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
             has_delta and config.attention.delta_backend == "auto" and not has_delta_kernels
         ),
         "what joins states and embeddings in model.multi_token": (n_further(config.model) > 0),
-        "the host's time for data": True,
+        "reading sources of a kind of one's own": any(is_import_path(each.kind) for each in config.data.sources),
     }
     return [words for words, applies in asked.items() if applies]
 

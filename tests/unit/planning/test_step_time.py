@@ -65,7 +65,7 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
     assert step.mfu == pytest.approx(step.flops / step.seconds / 989.5e12)
     run = run_time([(1000, step)])
     assert (run.steps, run.tokens) == (1000, 1000 * 16 * 512)
-    assert run.gpu_hours == pytest.approx(1000 * step.seconds_with_saves / 3600)
+    assert run.gpu_hours == pytest.approx(1000 * step.seconds_with_waits / 3600)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_training_waits_for_the_copy_of_the_largest_part_of_the_state(words, ran
 def test_a_run_without_saves_or_with_states_in_host_memory_waits_for_no_copy(words):
     step = estimate_step(job("llama_1b.toml", 2, words), 2, H100)
     assert step.save is None
-    assert step.seconds_with_saves == step.seconds
+    assert step.seconds_with_waits == step.seconds
 
 
 def test_the_disk_is_left_out_of_a_save_that_waits_for_it():
@@ -301,7 +301,7 @@ def test_the_plan_says_what_a_step_and_the_run_take(capsys):
         "at 2 a GPU-hour",
         "counted",
         "modelled",
-        "left out",
+        "waiting for data",
     ):
         assert words in " ".join(out.split())
 
