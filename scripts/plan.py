@@ -18,7 +18,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -243,8 +243,6 @@ class Plan:
     device_bytes: int | None
     traced: dict[str, list[Row]]
     proof: "Proof | None"
-    steps: Mapping[int, Mapping[str, float]]
-    """Seconds of a step by part, of each kind of rank."""
     passes: "Sequence[Sequence[Pass]]"
     """The passes of micro-batches, by rank of the pipeline."""
 
@@ -280,7 +278,9 @@ class Plan:
             for rank, estimate in self.largest.by_kind.items()
         }
         stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
-        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION, stages, self.passes)
+        step = self.longest.step
+        steps = {rank: of_kind.parts for rank, of_kind in step.by_kind.items()} if step else {}
+        return planned_page(title, tables, held, self.device_bytes, steps, VERSION, stages, self.passes)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -344,21 +344,17 @@ def planned(
     held.append(("built in", duration(time.perf_counter() - started)))
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(most.config, ranks) if options.trace else {}
-    steps: dict[int, dict[str, float]] = {}
     passes: Sequence[Sequence[Pass]] = ()
-    if device and options.html:
-        from trainer.planning.step_time import parts_by_kind
+    if device and options.html and longest.config.mesh.pp > 1:
         from trainer.planning.timeline import timeline
 
-        steps = parts_by_kind(longest.config, ranks, device, options.gpus_per_host)
-        if longest.config.mesh.pp > 1:
-            passes = timeline(longest.config, ranks, device, options.gpus_per_host)
+        passes = timeline(longest.config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]])
-    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, steps, passes)
+    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, passes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,6 +67,20 @@ class Device:
         return below[2] + share * (above[2] - below[2]), below[3] + share * (above[3] - below[3])
 
 
+class Transfer(NamedTuple):
+    """A collective in seconds: both kinds of links work at the same time, and messages wait for hops."""
+
+    inside: float
+    """Seconds on the links inside of a host."""
+    between: float
+    """Seconds on those between hosts."""
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.inside, self.between) + self.latency
+
+
 @dataclass(frozen=True)
 class Network:
     """Which link a group of ranks uses: neighbors in the mesh's order share hosts."""
@@ -75,28 +89,36 @@ class Network:
     gpus_per_host: int
 
     def seconds(self, op: str, n_bytes: float, ranks: int, stride: int) -> float:
-        """Time of a collective over `ranks` ranks that are `stride` apart.
+        """Time of a collective; as for `transfer`."""
+        return self.transfer(op, n_bytes, ranks, stride).seconds
+
+    def transfer(self, op: str, n_bytes: float, ranks: int, stride: int) -> Transfer:
+        """What a collective over `ranks` ranks that are `stride` apart takes.
 
         A ring passes each host with as many network cards as the group has ranks on it. Of `n_bytes`, the whole, each
         rank sends all but its own part, twice in an all-reduce; in an all-to-all, what goes to other hosts
         leaves by the rank's own card.
         """
         if ranks == 1:
-            return 0.0
+            return Transfer(0.0, 0.0, 0.0)
         here = min(ranks, max(1, self.gpus_per_host // stride))
         hosts = ceil(ranks / here)
         inside = self.device.inside
         between = self.device.between
         hops = (here - 1) * inside.latency + (hosts - 1) * between.latency
         if op == "send":
-            return n_bytes / (inside if stride < self.gpus_per_host else between).bandwidth + between.latency
+            if stride < self.gpus_per_host:
+                return Transfer(n_bytes / inside.bandwidth, 0.0, between.latency)
+            return Transfer(0.0, n_bytes / between.bandwidth, between.latency)
         if op == "all_to_all":
             by_network = n_bytes * (ranks - here) / ranks / between.bandwidth
-            return max(n_bytes * (here - 1) / ranks / inside.bandwidth, by_network) + inside.latency + between.latency
-        bandwidth = inside.bandwidth if hosts == 1 else min(inside.bandwidth, here * between.bandwidth)
-        if op == "all_reduce":
-            return 2 * n_bytes * (ranks - 1) / ranks / bandwidth + 2 * min(hops, 20 * between.latency)
-        return n_bytes * (ranks - 1) / ranks / bandwidth + hops
+            in_host = n_bytes * (here - 1) / ranks / inside.bandwidth
+            return Transfer(in_host, by_network, inside.latency + between.latency)
+        times = 2 if op == "all_reduce" else 1
+        sent = times * n_bytes * (ranks - 1) / ranks
+        by_network = sent / (here * between.bandwidth) if hosts > 1 else 0.0
+        in_host = sent / inside.bandwidth if here > 1 else 0.0
+        return Transfer(in_host, by_network, 2 * min(hops, 20 * between.latency) if op == "all_reduce" else hops)
 
 
 class Pace(NamedTuple):

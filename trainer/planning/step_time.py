@@ -53,8 +53,24 @@ class Collective:
     n_bytes: int
     """Sum of the whole tensors, as `traffic.Traffic` counts them."""
     seconds: float
+    inside: float
+    """Seconds on the links inside of a host, at the same time as on those between hosts."""
+    between: float
     exposed: float
     """Seconds in which nothing else runs."""
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """A step of one rank of the pipeline."""
+
+    parts: Mapping[str, float]
+    """Seconds by part; their sum is the rank's step."""
+    collectives: Sequence[Collective]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -75,11 +91,10 @@ class SaveTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The estimate of a step, on the pipeline rank that takes the longest."""
+    """The estimate of a step, which lasts as long as on the pipeline rank that takes the longest."""
 
-    parts: Mapping[str, float]
-    """Seconds by part; their sum is the step."""
-    collectives: Sequence[Collective]
+    by_kind: Mapping[int, RankTime]
+    """One pipeline rank of each kind, and its step."""
     tokens: int
     """Tokens of a step, of all ranks."""
     ranks: int
@@ -96,9 +111,19 @@ class StepTime:
     left_out: Sequence[str]
     """What the job does that the estimate does not contain."""
 
+    @cached_property
+    def slowest(self) -> RankTime:
+        """The rank that takes the longest."""
+        return max(self.by_kind.values(), key=lambda rank: rank.seconds)
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Seconds of the slowest rank by part; their sum is the step."""
+        return self.slowest.parts
+
     @property
     def seconds(self) -> float:
-        return sum(self.parts.values())
+        return self.slowest.seconds
 
     @property
     def seconds_with_waits(self) -> float:
@@ -126,16 +151,14 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     kinds = _by_kind(config, ranks, device, gpus_per_host)
     slowest = _slowest(kinds)
     tokens = tokens_per_step(config)
-    parts = slowest.step()
     return StepTime(
-        parts=parts,
-        collectives=slowest.collectives(),
+        by_kind={rank.place: RankTime(rank.step(), rank.collectives()) for rank in kinds},
         tokens=tokens,
         ranks=ranks,
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),
-        data=data_time(config, slowest.sizes, gpus_per_host, sum(parts.values())),
+        data=data_time(config, slowest.sizes, gpus_per_host, sum(slowest.step().values())),
         save=_save(config, max(rank.memory.saved for rank in kinds), device),
         left_out=_left_out(config, slowest.has_delta_kernels),
     )
@@ -158,11 +181,6 @@ def slowest_rank(
 
 def _slowest(kinds: Sequence["_Rank"]) -> "_Rank":
     return max(kinds, key=lambda rank: sum(rank.step().values()))
-
-
-def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> dict[int, dict[str, float]]:
-    """Seconds of a step by part, for one pipeline rank of each kind; a job that `estimate_step` takes."""
-    return {rank.place: rank.step() for rank in _by_kind(config, ranks, device, gpus_per_host)}
 
 
 def _by_kind(
@@ -436,19 +454,32 @@ class _Rank(LayerTime):
         calls: Counter[tuple[str, str]] = Counter()
         n_bytes: Counter[tuple[str, str]] = Counter()
         seconds: dict[tuple[str, str], float] = defaultdict(float)
+        inside: dict[tuple[str, str], float] = defaultdict(float)
+        between: dict[tuple[str, str], float] = defaultdict(float)
         of_axis: dict[str, float] = defaultdict(float)
         for op, axis, size, times in self._issued():
             ranks, stride = self.axis(axis)
             if size and ranks > 1:
                 calls[op, axis] += times
                 n_bytes[op, axis] += round(size) * times
-                seconds[op, axis] += times * self.network.seconds(op, size, ranks, stride)
+                transfer = self.network.transfer(op, size, ranks, stride)
+                seconds[op, axis] += times * transfer.seconds
+                inside[op, axis] += times * transfer.inside
+                between[op, axis] += times * transfer.between
         for (_, axis), each_seconds in seconds.items():
             of_axis[axis] += each_seconds
         exposed = self._exposed_by_axis()
         shares = {axis: min(1.0, exposed.get(axis, 0.0) / total) if total else 0.0 for axis, total in of_axis.items()}
         return [
-            Collective(*kind, calls[kind], size, seconds[kind], shares[kind[1]] * seconds[kind])
+            Collective(
+                *kind,
+                calls=calls[kind],
+                n_bytes=size,
+                seconds=seconds[kind],
+                inside=inside[kind],
+                between=between[kind],
+                exposed=shares[kind[1]] * seconds[kind],
+            )
             for kind, size in n_bytes.most_common()
         ]
 

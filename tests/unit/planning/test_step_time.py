@@ -22,6 +22,7 @@ from trainer.planning.layer_time import RAMP, LayerTime
 from trainer.planning.step_time import estimate_step
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.planning.traffic import trace_step
+from trainer.report.units import brief, percent
 from trainer.step import assemble_learner, build_stages
 
 H100 = device_named("h100")
@@ -143,7 +144,7 @@ def test_what_a_layer_of_gated_deltanet_exchanges_between_parts_of_a_sequence():
     words = f'{SMALL} {HYBRID} --model.layers ["delta"] --mesh.cp 2 --context.method gather'
     (found,) = (
         each
-        for each in estimate_step(job("qwen3_next_80b_a3b.toml", 2, words), 2, H100).collectives
+        for each in estimate_step(job("qwen3_next_80b_a3b.toml", 2, words), 2, H100).slowest.collectives
         if each.axis == "cp"
     )
     rows = 2 * 16 * 128 + 32 * 128 + 2 * 32
@@ -161,7 +162,7 @@ def test_qk_clip_takes_half_of_attentions_forward_pass_again_and_gathers_keys():
     again = passes * products / forward
     assert clipped.parts["attention"] - plain.parts["attention"] == pytest.approx(again, rel=1e-3)
     before, after = (
-        sum(each.n_bytes for each in step.collectives if (each.op, each.axis) == ("all_gather", "cp"))
+        sum(each.n_bytes for each in step.slowest.collectives if (each.op, each.axis) == ("all_gather", "cp"))
         for step in (plain, clipped)
     )
     assert after - before == passes * 8192 * 8 * 128 * 2
@@ -177,6 +178,64 @@ def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():
     assert network.seconds("all_reduce", 8e9, ranks=8, stride=1) == pytest.approx(14e9 / 400e9)
     assert network.seconds("all_to_all", 16e9, ranks=16, stride=1) == pytest.approx(8e9 / 50e9)
     assert network.seconds("all_gather", 16e9, ranks=1, stride=1) == 0
+
+
+def test_links_inside_of_hosts_and_between_them_work_at_the_same_time():
+    device = replace(H100, inside=Link(400e9, 1e-6), between=Link(50e9, 10e-6))
+    network = Network(device, gpus_per_host=8)
+    assert network.transfer("all_gather", 8e9, 8, 1) == pytest.approx((7e9 / 400e9, 0, 7e-6))
+    assert network.transfer("all_gather", 16e9, 16, 4) == pytest.approx(
+        (15e9 / 400e9, 15e9 / 100e9, 71e-6)
+    )  # 2 a host, of 8
+    assert network.transfer("all_reduce", 16e9, 16, 4) == pytest.approx((30e9 / 400e9, 30e9 / 100e9, 142e-6))
+    assert network.transfer("reduce_scatter", 4e9, 4, 8) == pytest.approx((0, 3e9 / 50e9, 30e-6))  # 1 a host
+    assert network.transfer("all_to_all", 16e9, 16, 1) == pytest.approx((7e9 / 400e9, 8e9 / 50e9, 11e-6))
+    assert network.transfer("send", 1e9, 2, 4) == pytest.approx((1e9 / 400e9, 0, 10e-6))
+    assert network.transfer("send", 1e9, 2, 8) == pytest.approx((0, 1e9 / 50e9, 10e-6))
+
+
+def test_collectives_say_which_links_they_use():
+    """Rings of 32 ranks, tp 2 apart: four on each of eight hosts, over four cards. tp never leaves its host."""
+    step = estimate_step(job("llama_8b.toml", 64, "--mesh.tp 2"), 64, H100)
+    by_axis = {each.axis: each for each in step.slowest.collectives}
+    sent = by_axis["shard"].n_bytes * 31 / 32
+    assert by_axis["shard"].inside == pytest.approx(sent / 360e9)
+    assert by_axis["shard"].between == pytest.approx(sent / (4 * 44e9))
+    assert by_axis["tp"].inside == pytest.approx(by_axis["tp"].n_bytes / 2 / 360e9)
+    assert by_axis["tp"].between == 0
+
+
+def test_the_console_has_a_column_for_each_kind_of_rank(capsys):
+    words = ("llama_7b.toml", "--ranks", "8", "--device", "h100", "--mesh.pp", "4")
+    _, out, _ = run(capsys, *words, "--json")
+    kinds = json.loads(out)["time"]["by_kind"]
+    assert [kind["pipeline_rank"] for kind in kinds] == [0, 1, 3]
+    for kind in kinds:
+        assert kind["seconds"] == pytest.approx(sum(kind["parts_seconds"].values()))
+    _, out, _ = run(capsys, *words)
+    lines = out.split("a step on NVIDIA")[1].splitlines()
+    assert next(line.split() for line in lines if "rank of the pipeline" in line)[-3:] == ["0", "1", "3"]
+    shown = next(line for line in lines if "products" in line).split(maxsplit=1)[1]
+    assert " ".join(shown.split()) == " ".join(brief(kind["parts_seconds"]["products"]) for kind in kinds)
+    head = next(line for line in lines if "head and loss" in line)
+    assert head.split()[3:5] == ["-", "-"]
+    whole = next(line for line in lines if "in all" in line).split(maxsplit=2)[2]
+    assert " ".join(whole.split()) == " ".join(brief(kind["seconds"]) for kind in kinds)
+
+
+def test_a_rank_of_one_kind_has_shares_and_its_collectives_stand_by_axis(capsys):
+    words = ("llama_8b.toml", "--ranks", "64", "--device", "h100", "--mesh.tp", "2")
+    _, out, _ = run(capsys, *words, "--json")
+    time = json.loads(out)["time"]
+    _, out, _ = run(capsys, *words)
+    text = " ".join(out.split())
+    products = time["parts_seconds"]["products"]
+    assert f"products {brief(products)} {percent(products / time['step_seconds'])} " in text
+    of_shard = [each for each in time["by_kind"][0]["collectives"] if each["axis"] == "shard"]
+    seconds, inside, between = (sum(each[name] for each in of_shard) for name in ("seconds", "inside", "between"))
+    calls = sum(each["calls"] for each in of_shard)
+    said = f"{calls:,} calls: {brief(seconds)} (inside hosts {brief(inside)}, between hosts {brief(between)}), exposed"
+    assert said in text
 
 
 @pytest.mark.parametrize(
@@ -198,7 +257,7 @@ def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():
 )
 def test_collectives_have_the_bytes_that_a_traced_step_has(name, words):
     config = job(name, 8, f"{SMALL} {words}")
-    found = {(each.op, each.axis): each.n_bytes for each in estimate_step(config, 8, H100).collectives}
+    found = {(each.op, each.axis): each.n_bytes for each in estimate_step(config, 8, H100).slowest.collectives}
     traced = {(kind.op, kind.axis): traffic.n_bytes for kind, traffic in trace_step(config, 8, 0).items()}
     large = {kind: n_bytes for kind, n_bytes in traced.items() if n_bytes > 2**20}
     assert found.keys() == large.keys()

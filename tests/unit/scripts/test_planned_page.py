@@ -8,7 +8,7 @@ from scripts import plan
 from scripts.page import planned
 from scripts.page.planned import planned_page
 from tests.unit.planning.test_step_time import H100, job
-from trainer.planning.step_time import parts_by_kind, slowest_rank
+from trainer.planning.step_time import estimate_step, slowest_rank
 from trainer.planning.timeline import BACKWARD, timeline
 
 MEMORY = {0: {"parameters": 2**30, "loss": 2**29}, 3: {"parameters": 2**29, "gradients": 2**29}}
@@ -60,11 +60,11 @@ def test_memory_beyond_a_gpus_fills_the_bar():
 
 def test_the_slowest_kind_of_rank_is_the_planned_step():
     config = job("llama_7b.toml", 8, "--mesh.pp 4")
-    steps = parts_by_kind(config, 8, H100)
+    step = estimate_step(config, 8, H100)
     slowest = slowest_rank(config, 8, H100, 8)
-    assert len(steps) > 1
-    assert steps[slowest.place] == slowest.step()
-    assert max(sum(parts.values()) for parts in steps.values()) == sum(slowest.step().values())
+    assert len(step.by_kind) > 1
+    assert step.by_kind[slowest.place].parts == slowest.step() == step.parts
+    assert max(rank.seconds for rank in step.by_kind.values()) == step.seconds
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):
