@@ -35,6 +35,7 @@ from configs.run_stages import largest
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import add_job_argument, end, job_of, number_of, parsed, positive, run_command
+from scripts.plan_figures import origins
 from scripts.plan_tables import (
     memory_as_json,
     memory_rows,
@@ -247,7 +248,7 @@ class Plan:
     """The passes of micro-batches, by rank of the pipeline."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
-        """The plan as plain values."""
+        """The plan as plain values, and how each figure came about."""
         plan: dict[str, Any] = {"job": self.name, "ranks": self.ranks, "memory": dict(self.memory)}
         plan["memory_by_kind"] = memory_as_json(self.largest.by_kind)
         if len(self.stages) > 1:
@@ -258,7 +259,7 @@ class Plan:
             plan |= {"device": options.device, "time": time_as_json(self.longest.step, self._run, options.price)}
         if self.proof:
             plan["proof"] = vars(self.proof)
-        return plan
+        return plan | origins(plan)
 
     def page(self, options: argparse.Namespace, device: "Device | None") -> str:
         """The plan as a page of HTML."""

@@ -220,7 +220,7 @@ def _save_rows(step: "StepTime") -> list[Row]:
 
 
 def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[str, Any]:
-    """The estimate as plain values, each with how it came about: counted or modelled."""
+    """The estimate as plain values; `plan_figures` says which are counted, and which modelled."""
     return {
         "step_seconds": step.seconds,
         "tokens_per_second_per_gpu": step.tokens_per_second,
@@ -246,13 +246,5 @@ def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[
         "checkpoint_bytes": step.checkpoint,
         "data": vars(step.data),
         "saves": vars(step.save) | {"seconds_of_a_step": step.save.of_a_step} if step.save else None,
-        "counted": [
-            *("model_flops_per_step", "checkpoint_bytes", "data.n_bytes", "saves.n_bytes"),
-            *("collectives.n_bytes", "collectives.calls"),
-        ],
-        "modelled": [
-            *("step_seconds", "parts_seconds", "mfu", "data.seconds", "data.waiting", "saves.seconds"),
-            *("collectives.seconds", "collectives.exposed"),
-        ],
         "left_out": list(step.left_out),
     }
