@@ -26,7 +26,8 @@ ORIGINS = {
         *("time.by_kind.seconds", "time.by_kind.parts_seconds.*"),
         *(f"time.by_kind.collectives.{name}" for name in ("seconds", "inside", "between", "exposed")),
         *("time.run.seconds", "time.run.gpu_hours", "time.run.price"),
-        *("time.data.seconds", "time.data.waiting", "time.saves.seconds", "time.saves.seconds_of_a_step"),
+        *("time.data.seconds", "time.data.waiting"),
+        *(f"time.saves.{name}" for name in ("copy", "write", "wait", "seconds_of_a_step")),
     ),
     "measured": ("proof.seconds",),
 }

@@ -158,7 +158,7 @@ def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row
             f"{count(run.tokens)} tokens in {run.steps:,} steps: {duration(run.seconds)}, "
             f"{count(run.gpu_hours)} GPU-hours{cost}",
         ),
-        ("a checkpoint", size(step.checkpoint)),
+        ("a checkpoint", f"{size(step.checkpoint)}, written in {brief(step.save.write)}"),
         ("counted", "FLOPs, tokens, bytes of collectives, data, states, checkpoints and saves"),
         ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble, waits"),
         *([("left out", "; ".join(step.left_out))] if step.left_out else []),
@@ -210,12 +210,12 @@ def _data_row(step: "StepTime") -> Row:
 
 
 def _save_rows(step: "StepTime") -> list[Row]:
-    """A row of what saves add to a step; none if the run does not wait for them."""
+    """A row of what saves add to a step; none if the run saves at its end only."""
     save = step.save
-    if not save:
+    if not save.interval:
         return []
     share = percent(save.of_a_step / step.seconds)
-    words = f"{brief(save.seconds)} every {save.interval:,} steps, for {size(save.n_bytes)} of a rank to its host"
+    words = f"{brief(save.wait)} every {save.interval:,} steps, for {size(save.n_bytes)} of a rank to its host"
     return [("waiting for saves", f"{brief(save.of_a_step)} a step, {share} more: {words}")]
 
 
@@ -245,6 +245,6 @@ def time_as_json(step: "StepTime", run: "RunTime", price: float | None) -> dict[
         "model_flops_per_step": step.flops,
         "checkpoint_bytes": step.checkpoint,
         "data": vars(step.data),
-        "saves": vars(step.save) | {"seconds_of_a_step": step.save.of_a_step} if step.save else None,
+        "saves": vars(step.save) | {"seconds_of_a_step": step.save.of_a_step},
         "left_out": list(step.left_out),
     }

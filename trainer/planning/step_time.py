@@ -31,6 +31,7 @@ from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
 from trainer.planning.memory import Group, distinct_ranks
+from trainer.planning.save_time import SaveTime, save_time
 from trainer.planning.states import BYTES, checkpoint_bytes
 
 _LAUNCH = 6e-6
@@ -74,22 +75,6 @@ class RankTime:
 
 
 @dataclass(frozen=True)
-class SaveTime:
-    """What training waits for at a save: the copy of a rank's state to its host, from which it is written."""
-
-    n_bytes: int
-    """Bytes of the rank that copies the most."""
-    seconds: float
-    interval: int
-    """Steps from save to save."""
-
-    @property
-    def of_a_step(self) -> float:
-        """Seconds of a save as a mean over the steps."""
-        return self.seconds / self.interval
-
-
-@dataclass(frozen=True)
 class StepTime:
     """The estimate of a step, which lasts as long as on the pipeline rank that takes the longest."""
 
@@ -106,8 +91,7 @@ class StepTime:
     """Bytes of a checkpoint."""
     data: DataTime
     """Its wait is not among the parts."""
-    save: SaveTime | None
-    """None: the run saves at its end only, or its states are in the host's memory."""
+    save: SaveTime
     left_out: Sequence[str]
     """What the job does that the estimate does not contain."""
 
@@ -128,7 +112,7 @@ class StepTime:
     @property
     def seconds_with_waits(self) -> float:
         """The mean of the run's steps, which wait for data, and between which it saves."""
-        return self.seconds + self.data.waiting + (self.save.of_a_step if self.save else 0.0)
+        return self.seconds + self.data.waiting + self.save.of_a_step
 
     @property
     def tokens_per_second(self) -> float:
@@ -151,6 +135,8 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     kinds = _by_kind(config, ranks, device, gpus_per_host)
     slowest = _slowest(kinds)
     tokens = tokens_per_step(config)
+    seconds = sum(slowest.step().values())
+    saved = max(rank.memory.saved for rank in kinds)
     return StepTime(
         by_kind={rank.place: RankTime(rank.step(), rank.collectives()) for rank in kinds},
         tokens=tokens,
@@ -158,18 +144,10 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
         peak=device.peak["bfloat16"],
         checkpoint=checkpoint_bytes(config),
-        data=data_time(config, slowest.sizes, gpus_per_host, sum(slowest.step().values())),
-        save=_save(config, max(rank.memory.saved for rank in kinds), device),
+        data=data_time(config, slowest.sizes, gpus_per_host, seconds),
+        save=save_time(config, saved, min(ranks, gpus_per_host), device, seconds),
         left_out=_left_out(config, slowest.has_delta_kernels),
     )
-
-
-def _save(config: Config, n_bytes: int, device: Device) -> SaveTime | None:
-    """The wait for a save in which a rank has so many bytes (`checkpoint.staging.Stager`)."""
-    interval = config.checkpoint.interval
-    if not interval or config.fsdp.cpu_offload:
-        return None
-    return SaveTime(n_bytes, n_bytes / device.host, interval)
 
 
 def slowest_rank(
@@ -227,8 +205,7 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
     saves = config.checkpoint.interval > 0
     asked = {
         "validation": config.validation.interval > 0,
-        "saves of states that are in the host's memory": saves and config.fsdp.cpu_offload,
-        'the disk, for which training waits with checkpoint.mode = "sync"': saves and config.checkpoint.mode == "sync",
+        "copies of states in the host's memory for a save": saves and config.fsdp.cpu_offload,
         "transfers of fsdp.cpu_offload": config.fsdp.cpu_offload,
         "Muon's products": config.optimizer.name == "muon",
         "scores that data.document_mask hides are counted as if they were computed": config.data.document_mask,
