@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
     from trainer.planning.by_stage import RunTime, StagePlan
     from trainer.planning.devices import Device
-    from trainer.planning.timeline import Pass
+    from trainer.planning.timeline import RankLine
 
 
 def shard_bytes(config: Config, ranks: int) -> int:
@@ -244,8 +244,8 @@ class Plan:
     device_bytes: int | None
     traced: dict[str, list[Row]]
     proof: "Proof | None"
-    passes: "Sequence[Sequence[Pass]]"
-    """The passes of micro-batches, by rank of the pipeline."""
+    lines: "Sequence[RankLine]"
+    """When each rank of the pipeline passes micro-batches; empty without a page."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values, and how each figure came about."""
@@ -281,7 +281,7 @@ class Plan:
         stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
         step = self.longest.step
         steps = {rank: of_kind.parts for rank, of_kind in step.by_kind.items()} if step else {}
-        return planned_page(title, tables, held, self.device_bytes, steps, VERSION, stages, self.passes)
+        return planned_page(title, tables, held, self.device_bytes, steps, VERSION, stages, self.lines)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -345,17 +345,17 @@ def planned(
     held.append(("built in", duration(time.perf_counter() - started)))
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(most.config, ranks) if options.trace else {}
-    passes: Sequence[Sequence[Pass]] = ()
-    if device and options.html and longest.config.mesh.pp > 1:
+    lines: Sequence[RankLine] = ()
+    if device and options.html:
         from trainer.planning.timeline import timeline
 
-        passes = timeline(longest.config, ranks, device, options.gpus_per_host)
+        lines = timeline(longest.config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]])
-    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, passes)
+    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
