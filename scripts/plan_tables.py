@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------- memory
 
 
-def memory_rows(by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | None) -> list[Row]:
+def memory_rows(by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | None, on_gpus: bool = True) -> list[Row]:
     """Return the rows of what each kind of rank holds at its peak: a column for each, in GiB."""
-    from trainer.planning.takes_less import CONTEXT_BYTES
-
     most = sorted(by_kind, key=lambda rank: -by_kind[rank].device)[:_COLUMNS]
     columns = []
     for rank in sorted(most):
@@ -29,10 +27,10 @@ def memory_rows(by_kind: Mapping[int, "MemoryEstimate"], device_bytes: int | Non
         column = {_RANK: f"{rank}"} if len(by_kind) > 1 else {}
         column |= {part: _gib(n_bytes) for part, n_bytes in estimate.parts.items()}
         column["in all"] = _gib(estimate.device)
-        beside = estimate.communicators + CONTEXT_BYTES
-        column["beside: NCCL, CUDA"] = _gib(beside)
-        if device_bytes:
-            column["left of a GPU's"] = _gib(device_bytes - estimate.device - beside)
+        if on_gpus:
+            column[BESIDE] = _gib(beside(estimate))
+        if on_gpus and device_bytes:
+            column["left of a GPU's"] = _gib(device_bytes - estimate.device - beside(estimate))
         columns.append(column)
     names = dict.fromkeys(name for column in columns for name in column)
     order = sorted(names, key=lambda name: _AFTER_THE_PARTS.index(name) if name in _AFTER_THE_PARTS else -1)
@@ -45,7 +43,18 @@ def _side_by_side(columns: Sequence[Mapping[str, str]], names: Iterable[str], wi
 
 
 _RANK = "rank of the pipeline"
-_AFTER_THE_PARTS = ("buffers", "in all", "beside: NCCL, CUDA", "left of a GPU's")
+
+
+def beside(estimate: "MemoryEstimate") -> int:
+    """Bytes of a GPU that torch does not allocate."""
+    from trainer.planning.takes_less import CONTEXT_BYTES
+
+    return estimate.communicators + CONTEXT_BYTES
+
+
+BESIDE = "beside: NCCL, CUDA"
+"""What `beside` is called."""
+_AFTER_THE_PARTS = ("buffers", "in all", BESIDE, "left of a GPU's")
 """Rows of `memory_rows` that come last; a kind of rank may lack any other."""
 
 

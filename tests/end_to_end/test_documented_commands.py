@@ -282,6 +282,7 @@ NOT_RUN = {  # beginning of a line: why not
     "hf auth login": "asks for a token",
     "vllm": "not installed; the page says that no test runs it",
     "curl": "not installed; the page says that no test runs it",
+    "keel plan debug.toml --ranks 1 --calibrate cpu.toml": "half a minute; tests/unit/scripts/test_calibration.py",
     "keel plan JOB --ranks N --calibrate my_gpu.toml": "needs a GPU; tests/null_gpu/test_calibration.py",
     "lm_eval": "not installed; the page says that no test runs it",
     "sh -c": "needs a host for backups; tests/end_to_end/test_after_save.py",

@@ -59,10 +59,11 @@ def plan_stages(
         job: the job.
         choice: what `activation_checkpoint.memory_limit_gib` chooses for all of them.
         ranks: how many the job shall run on.
-        device: the kind of GPU; None: no time is estimated.
+        device: the kind of GPU, or a CPU; None: no time is estimated, and memory of a GPU.
         gpus_per_host: as for `estimate_step`.
     """
-    memory_of = _once(lambda config: estimates_by_kind(config, mesh_sizes(config, ranks)))
+    device_type = device.type if device else "cuda"
+    memory_of = _once(lambda config: estimates_by_kind(config, mesh_sizes(config, ranks), device_type))
 
     def estimated(config: Config) -> StepTime | None:
         return estimate_step(config, ranks, device, gpus_per_host) if device else None

@@ -27,12 +27,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of GPU, and how fast it is; rates are FLOP/s and bytes/s."""
+    """A kind of GPU, or a rank's part of a CPU, and how fast it is; rates are FLOP/s and bytes/s."""
 
     name: str
     title: str
     names: list[str]
     """What `torch.cuda.get_device_name` calls it; empty if it shares its name with a slower kind."""
+    type: str
+    """Where tensors are: "cuda" or "cpu"."""
+    compute_dtype: str
+    """The type that rates of products and attention are of."""
+    launch: float
+    """Seconds in which the host launches a kernel."""
     memory_gib: float
     peak: Mapping[str, float]
     products: float

@@ -35,8 +35,6 @@ from trainer.planning.pipeline_order import zero_bubble_wait
 from trainer.planning.save_time import SaveTime, save_time
 from trainer.planning.states import BYTES, checkpoint_bytes
 
-_LAUNCH = 6e-6
-"""Seconds that a host needs to launch a kernel; measured with torch 2.11."""
 _LAUNCHES = {True: 54, False: 80}
 """Kernels of a layer, forward and backward, compiled and not, with FSDP's."""
 _LAUNCHES_OF_EXPERTS = 47
@@ -145,7 +143,7 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         tokens=tokens,
         ranks=ranks,
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
-        peak=device.peak["bfloat16"],
+        peak=device.peak[device.compute_dtype],
         checkpoint=checkpoint_bytes(config),
         data=data_time(config, slowest.sizes, gpus_per_host, seconds),
         save=save_time(config, saved, min(ranks, gpus_per_host), device, seconds),
@@ -192,10 +190,11 @@ def require_modelled(config: Config, device: Device) -> None:
     """
     if config.float8.recipe != "none" and not device.products_float8:
         raise UserError(f'{device.title} has no float8 products; set float8.recipe = "none"')
-    if config.training.compute_dtype != "bfloat16":
+    if config.training.compute_dtype != device.compute_dtype:
         raise UserError(
-            f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"; '
-            "add --training.compute_dtype bfloat16 for what that would take"
+            f'time on {device.title} is estimated for training.compute_dtype = "{device.compute_dtype}" only, not '
+            f'"{config.training.compute_dtype}"; add --training.compute_dtype {device.compute_dtype} for what that '
+            "would take"
         )
     split = [f"mesh.{axis} = {size}" for axis in ("tp", "cp", "ep") if (size := getattr(config.mesh, axis)) > 1]
     if split and not is_described(config.model):
@@ -413,8 +412,9 @@ class Rank(LayerTime):
         total["pipeline bubble"] = self._bubble(sum(total.values()))
         total["optimizer"] = self.optimizer_seconds
         device = sum(total.values())
-        host = self.memory.micro_batches * sum(self._launches(layer) for layer in self.memory.layers) * _LAUNCH
-        total["waiting for the host"] = max(0.0, host - device)
+        launches = sum(self._launches(layer) for layer in self.memory.layers)
+        host = self.memory.micro_batches * launches * self.device.launch
+        total["waiting for the host"] = host if self.device.type == "cpu" else max(0.0, host - device)
         return {part: seconds for part, seconds in total.items() if seconds > 0}
 
     def _launches(self, layer: int) -> int:

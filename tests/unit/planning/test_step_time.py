@@ -19,6 +19,7 @@ from tests.published.compare import compared, rank_correlation
 from trainer.planning.by_stage import run_time
 from trainer.planning.devices import Link, Network, device_named, known_devices
 from trainer.planning.layer_time import RAMP, LayerTime
+from trainer.planning.memory import estimate_memory
 from trainer.planning.step_time import estimate_step
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.planning.traffic import trace_step
@@ -130,6 +131,39 @@ def test_a_run_that_saves_at_its_end_waits_for_no_save_and_states_in_host_memory
     assert at_the_end.save.write > 0
     assert at_the_end.seconds_with_waits == at_the_end.seconds
     assert saved("--fsdp.cpu_offload true").save.wait == 0
+
+
+def test_a_cpu_computes_in_its_type_and_launches_nothing_ahead():
+    """Bytes of elementwise kernels were counted in bfloat16, and float32 has twice as many; see `layer_time`."""
+    cpu = device_named("cpu")
+    config = job("debug.toml", 1, "--data.prepare none")
+    parts = estimate_step(config, 1, cpu).parts
+    layers, micro_batches, tokens = 4, 4, 4 * 256
+    assert parts["waiting for the host"] == pytest.approx(micro_batches * layers * 80 * cpu.launch)
+    moved = 2 * tokens * (76 * 192 + 90 * (192 + 64) + 36 * 576)
+    assert parts["elementwise"] == pytest.approx(micro_batches * layers * moved / cpu.memory)
+    products = 0.0
+    for inputs, outputs in [(192, 192), (192, 64), (192, 64), (192, 192), (192, 576), (192, 576), (576, 192)]:
+        moved = 4 * (tokens * (inputs + outputs) + inputs * outputs)
+        products += 3 * (max(2 * tokens * inputs * outputs / cpu.products, moved / cpu.memory) + RAMP)
+    assert parts["products"] == pytest.approx(micro_batches * layers * products)
+    busy = sum(parts.values()) - parts["waiting for the host"]
+    assert busy > parts["waiting for the host"]  # which a GPU would hide
+
+
+def test_the_plan_for_a_cpu_is_of_its_memory(capsys):
+    """Ranks share the memory of their host, and there is neither CUDA nor NCCL."""
+    words = ("debug.toml", "--ranks", "2", "--device", "cpu", "--data.prepare", "none")
+    _, out, _ = run(capsys, *words, "--json")
+    plan = json.loads(out)
+    config = job("debug.toml", 2, "--data.prepare none")
+    expected = estimate_memory(config, mesh_sizes(config, 2), "cpu")
+    assert plan["memory_by_kind"][0]["peak_bytes"] == expected.device
+    assert plan["memory_by_kind"][0]["communicators_bytes"] == 0
+    assert plan["memory"]["fits"] == "yes"
+    _, out, _ = run(capsys, *words, "--memory-gib", str(1.5 * expected.device / 2**30))
+    assert out.lstrip().startswith("does not fit: ")
+    assert "CUDA" not in out
 
 
 def test_gated_deltanet_takes_what_one_layer_took_on_an_h200():
@@ -345,13 +379,14 @@ def test_windows_make_attention_faster():
     assert with_windows.parts["attention"] < estimate_step(without, 8, H100).parts["attention"]
 
 
-@pytest.mark.parametrize("name", known_devices())
+@pytest.mark.parametrize("name", [name for name in known_devices() if name != "cpu"])
 def test_every_device_has_rates_below_its_peaks(name):
     device = device_named(name)
-    assert device.grouped <= device.products < device.peak["bfloat16"]
+    peak = device.peak[device.compute_dtype]
+    assert device.grouped <= device.products < peak
     assert device.memory < device.peak["memory"]
     for rows in device.attention.values():
-        assert max(rate for row in rows for rate in row[2:]) < device.peak["bfloat16"]
+        assert max(rate for row in rows for rate in row[2:]) < peak
     h200 = device_named("h200")
     for backend, rates in device.delta.items():  # as memory, which bounds them
         assert rates == pytest.approx([rate * device.memory / h200.memory for rate in h200.delta[backend]], rel=0.01)
@@ -427,9 +462,11 @@ def test_a_job_that_does_not_fit_says_so_first(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "h1000"], 'the rates of the device "h1000" are unknown; known are a100, b200, h100'),
+        (["--device", "h1000"], 'the rates of the device "h1000" are unknown; known are a100, b200, cpu, h100'),
         (["--price", "2"], "--price needs a time"),
-        (["--device", "h100", "--training.compute_dtype", "float32"], "time is estimated for training.compute_dtype"),
+        (["--device", "h100", "--training.compute_dtype", "float32"], "80 GB is estimated for training.compute_dtype"),
+        (["--device", "cpu"], "add --training.compute_dtype float32 for what that would take"),
+        (["--device", "cpu", "--tune"], "--tune searches for GPUs"),
     ],
 )
 def test_what_cannot_be_estimated_is_said_in_one_message(capsys, words, message):
