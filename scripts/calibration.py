@@ -1,15 +1,21 @@
-"""The rates of one's own GPU, measured in about half a minute: a row like those of configs/rates/devices.toml.
+"""The rates of one's own GPU, or of a CPU, measured in about half a minute: a row as in configs/rates/devices.toml.
 
 `keel plan --calibrate` measures what the job asks for: its matrix products, its attention, its Gated DeltaNet, a copy,
 one to the host, and between the visible GPUs a collective. Each is repeated for about two seconds, so that the power
 limit counts, on random values, since zeros take less power. What one host cannot tell (the link to other hosts, the
 data sheet's peak, the share of the multiprocessors that a collective takes) is a known row's.
+
+On a CPU, as many ranks as the job has on this host measure at the same time, each with its threads, since they share
+caches and memory. Elementwise kernels are measured on activations of the job's size, which may be in a cache.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -20,7 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.architectures.llama_keys import Delta, delta_of
 from configs.architectures.parts import head_dim, n_kv_heads
-from configs.errors import UserError
 from configs.layout import mesh_sizes, mixed_elements
 from configs.reading.toml_text import table_text
 from configs.schema import Config
@@ -34,8 +39,10 @@ from trainer.planning.layer_time import LayerTime, Matrix
 from trainer.report.console import Row
 from trainer.report.units import count, percent
 
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _SECONDS = 2.0
 """How long each rate is measured."""
+_SECONDS_OF_CPU = 0.7
 _BATCH = 5
 """Pieces of work queued before the host waits for the device."""
 _OTHERWISE = "h100"
@@ -45,6 +52,8 @@ _MOST_TOKENS = 16384
 """Tokens of the longest sequence of which attention is measured."""
 _FLOAT8_CAPABILITY = (8, 9)
 _MESSAGE = 2**28
+_MESSAGE_OF_CPU = 2**23
+_KERNELS_OF_A_LAUNCH = 20
 _SMALL_MESSAGE = 2**13
 
 
@@ -55,11 +64,10 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
         The device, and the names of the rates that were not measured but taken from a known row.
 
     Raises:
-        UserError: there is no GPU.
         ConfigError: the ranks cannot form the mesh.
     """
     if not torch.cuda.is_available():
-        raise UserError("--calibrate measures a GPU, and torch sees none here; name a known kind with --device")
+        return _calibrate_cpu(config, ranks)
     name = torch.cuda.get_device_name()
     known = device_called(name) or device_named(_OTHERWISE)
     layers = LayerTime(config, mesh_sizes(config, ranks), known, 8, 0)
@@ -86,18 +94,99 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Mean seconds of a piece of work on the GPU, repeated for a while."""
+    """Seconds of a piece of work on the device, repeated for a while: the mean; the least on a CPU, which is shared."""
     for _ in range(3):
         work()
-    torch.cuda.synchronize()
-    times = 0
-    started = time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < _SECONDS or not times:
+    _finish()
+    times: list[float] = []
+    on_gpu = torch.cuda.is_available()
+    while sum(times) < (_SECONDS if on_gpu else _SECONDS_OF_CPU):
+        started = time.perf_counter()
         for _ in range(_BATCH):
             work()
+        _finish()
+        times.append(time.perf_counter() - started)
+    return (mean(times) if on_gpu else min(times)) / _BATCH
+
+
+def _finish() -> None:
+    """Wait for a GPU; a CPU has finished."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        times += _BATCH
-    return elapsed / times
+
+
+# --------------------------------------------------------------------------- a CPU
+
+
+def _calibrate_cpu(config: Config, ranks: int) -> tuple[Device, list[str]]:
+    here = min(ranks, len(os.sched_getaffinity(0)))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or (torch.get_num_threads() if here == 1 else 1)
+    pool = RankPool(here, timeout_seconds=300)
+    try:
+        measured = pool.run(here, _measure_cpu, config, ranks, threads)
+    finally:
+        pool.close()
+    slowest = min(measured, key=lambda each: each.products)
+    return slowest, ["between", *(["inside"] if here == 1 else [])]
+
+
+def _measure_cpu(config: Config, ranks: int, threads: int) -> Device:
+    """The rates of one rank, while others measure theirs."""
+    torch.set_num_threads(threads)
+    dtype = config.training.compute_dtype
+    known = replace(device_named("cpu"), compute_dtype=dtype)
+    layers = LayerTime(config, mesh_sizes(config, ranks), known, 8, 0)
+    found: dict[str, Any] = dict(_products(layers)) | {"memory": _elementwise(layers), "launch": _launch()}
+    if config.model.n_heads:
+        row = _attention_row(config, layers)
+        found["attention"] = {kernel: [row] for kernel in _KERNELS}
+    found["delta"] = dict(known.delta) | _delta(config, layers)
+    if dist.get_world_size() > 1:
+        found["inside"] = _link_of_cpus()
+    products = found.get("products", known.products)
+    return replace(
+        known,
+        name="calibrated",
+        title=f"CPU, threads a rank: {threads} (calibrated)",
+        peak={dtype: products, "float8": 0.0, "memory": found["memory"]},
+        host=_host_copy(),
+        **found,
+    )
+
+
+def _elementwise(layers: LayerTime) -> float:
+    """Bytes/s that SwiGLU's two kernels read and write, on a micro-batch's activations."""
+    left, right = (_random(layers.tokens, layers.config.model.dim, dtype=_dtype(layers)) for _ in range(2))
+    return 5 * left.nbytes / seconds_of(lambda: F.silu(left) * right)
+
+
+def _host_copy() -> float:
+    """Bytes/s of a copy of 64 MiB, as a save makes it."""
+    source = torch.empty(2**26, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return len(source) / seconds_of(lambda: target.copy_(source))
+
+
+def _launch() -> float:
+    """Seconds of a kernel with nothing to do, forward or backward."""
+    value = torch.ones(1, requires_grad=True)
+
+    def work() -> None:
+        result = value
+        for _ in range(_KERNELS_OF_A_LAUNCH):
+            result = result * value
+        result.backward()
+
+    return seconds_of(work) / (2 * _KERNELS_OF_A_LAUNCH)
+
+
+def _link_of_cpus() -> Link:
+    """All-gathers between the ranks of this host."""
+    ranks = dist.get_world_size()
+    large, small = (
+        _gather_seconds(n_bytes, times) for n_bytes, times in ((_MESSAGE_OF_CPU, 10), (_SMALL_MESSAGE, 200))
+    )
+    return Link(_MESSAGE_OF_CPU * (ranks - 1) / ranks / large, small / (ranks - 1))
 
 
 # --------------------------------------------------------------------------- products
@@ -109,14 +198,14 @@ def _products(layers: LayerTime) -> Iterator[tuple[str, float]]:
     plain = [each for each in every.values() if not each.is_grouped]
     grouped = [each for each in every.values() if each.is_grouped]
     if plain:
-        yield "products", _rate(plain, _product)
-    if torch.cuda.get_device_capability() < _FLOAT8_CAPABILITY:
+        yield "products", _rate(plain, partial(_product, dtype=_dtype(layers)))
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < _FLOAT8_CAPABILITY:
         yield "products_float8", 0.0
     elif in_float8 := [each for each in plain if int(each.inputs) % 16 == int(each.outputs) % 16 == 0]:
         yield "products_float8", _rate(in_float8, _float8_product)
     if grouped:
         experts = max(1, (layers.config.model.n_experts or 1) // layers.sizes.ep)
-        yield "grouped", _rate(grouped, lambda rows, inputs, outputs: _grouped(rows, inputs, outputs, experts))
+        yield "grouped", _rate(grouped, partial(_grouped, experts=experts, dtype=_dtype(layers)))
 
 
 def _rate(matrices: list[Matrix], product: Callable[[int, int, int], Callable[[], object]]) -> float:
@@ -125,13 +214,18 @@ def _rate(matrices: list[Matrix], product: Callable[[int, int, int], Callable[[]
     return flops / seconds_of(lambda: [work() for work in works])
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+def _dtype(layers: LayerTime) -> torch.dtype:
+    """The type of products, in which their rates are measured."""
+    return getattr(torch, layers.device.compute_dtype)
 
 
-def _product(rows: int, inputs: int, outputs: int) -> Callable[[], object]:
-    left = _random(rows, inputs)
-    right = _random(outputs, inputs)
+def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda" if torch.cuda.is_available() else "cpu", dtype=dtype)
+
+
+def _product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Callable[[], object]:
+    left = _random(rows, inputs, dtype=dtype)
+    right = _random(outputs, inputs, dtype=dtype)
     return lambda: left @ right.T
 
 
@@ -142,10 +236,10 @@ def _float8_product(rows: int, inputs: int, outputs: int) -> Callable[[], object
     return lambda: F.scaled_mm(left, right.T, one, whole, one, whole)
 
 
-def _grouped(rows: int, inputs: int, outputs: int, experts: int) -> Callable[[], object]:
-    left = _random(rows, inputs)
-    right = _random(experts, outputs, inputs)
-    counts = torch.full((experts,), rows // experts, device="cuda")
+def _grouped(rows: int, inputs: int, outputs: int, experts: int, dtype: torch.dtype) -> Callable[[], object]:
+    left = _random(rows, inputs, dtype=dtype)
+    right = _random(experts, outputs, inputs, dtype=dtype)
+    counts = torch.full((experts,), rows // experts, device=left.device)
     counts[0] += rows % experts
     return lambda: grouped_mm(left, right, counts)
 
@@ -184,7 +278,8 @@ def _attention_row(config: Config, layers: LayerTime) -> list[float]:
     width = head_dim(config.model)
     batch = max(1, layers.tokens // seq_len)
     heads = [max(1, n // layers.sizes.tp) for n in (config.model.n_heads, n_kv_heads(config.model))]
-    q, k, v = (_random(batch, n, seq_len, width).requires_grad_() for n in (heads[0], heads[1], heads[1]))
+    dtype = _dtype(layers)
+    q, k, v = (_random(batch, n, seq_len, width, dtype=dtype).requires_grad_() for n in (heads[0], heads[1], heads[1]))
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads[0] != heads[1])
@@ -203,7 +298,7 @@ def _delta(config: Config, layers: LayerTime) -> dict[str, list[float]]:
     if not places:
         return {}
     rules = {"torch": outputs}
-    if computes_by_kernels(config, torch.device("cuda")):
+    if computes_by_kernels(config, torch.device(layers.device.type)):
         rules["fla"] = by_kernels
     return {name: _delta_rates(rule, config, layers, places[0]) for name, rule in rules.items()}
 
@@ -229,10 +324,10 @@ def delta_inputs(
     """What `models.delta.Rule` takes, at random."""
     keys = batch, seq_len, key_heads
     values = *keys, delta.value_heads // delta.key_heads
-    q, k = (F.normalize(torch.randn(*keys, delta.key_head_dim, device="cuda"), dim=-1) for _ in range(2))
-    v = torch.randn(*values, delta.value_head_dim, device="cuda")
-    log_decay = -torch.rand(values, device="cuda")
-    strength = torch.rand(values, device="cuda")
+    q, k = (F.normalize(_random(*keys, delta.key_head_dim, dtype=torch.float32), dim=-1) for _ in range(2))
+    v = _random(*values, delta.value_head_dim, dtype=torch.float32)
+    log_decay = -torch.rand(values, device=v.device)
+    strength = torch.rand(values, device=v.device)
     for each in (q, k, v, log_decay, strength):
         each.requires_grad_()
     return q, k, v, log_decay, strength
@@ -253,19 +348,21 @@ def _link() -> Link:
 def _gather() -> tuple[float, float]:
     """Seconds of a large and of a small all-gather, on each rank."""
     torch.cuda.set_device(dist.get_rank())
-    found = []
-    for n_bytes, times in ((_MESSAGE, 20), (_SMALL_MESSAGE, 200)):
-        whole = torch.empty(n_bytes, device="cuda", dtype=torch.uint8)
-        part = torch.empty(n_bytes // dist.get_world_size(), device="cuda", dtype=torch.uint8)
-        whole = whole[: len(part) * dist.get_world_size()]
-        for timed in (False, True):  # the first makes the communicator; as many calls on each rank
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(times if timed else 3):
-                dist.all_gather_into_tensor(whole, part)
-            torch.cuda.synchronize()
-        found.append((time.perf_counter() - started) / times)
-    return found[0], found[1]
+    return _gather_seconds(_MESSAGE, 20), _gather_seconds(_SMALL_MESSAGE, 200)
+
+
+def _gather_seconds(n_bytes: int, times: int) -> float:
+    """Mean seconds of an all-gather of so many bytes in all."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    part = torch.empty(n_bytes // dist.get_world_size(), device=device, dtype=torch.uint8)
+    whole = torch.empty(len(part) * dist.get_world_size(), device=device, dtype=torch.uint8)
+    for timed in (False, True):  # the first makes the communicator; as many calls on each rank
+        _finish()
+        started = time.perf_counter()
+        for _ in range(times if timed else 3):
+            _all_gather(whole, part)
+        _finish()
+    return (time.perf_counter() - started) / times
 
 
 # --------------------------------------------------------------------------- what is shown and written
@@ -273,7 +370,7 @@ def _gather() -> tuple[float, float]:
 
 def calibration_rows(device: Device, not_measured: list[str]) -> list[Row]:
     """What was measured, beside the row of that GPU in configs/rates/devices.toml if there is one."""
-    known = device_called(device.names[0])
+    known = _known(device)
     at = next(iter(device.attention.values()))[0][:2]
     expected = _rates(known, *at) if known else {}
     rows = []
@@ -283,6 +380,11 @@ def calibration_rows(device: Device, not_measured: list[str]) -> list[Row]:
             beside = f", {_rate_text(label, there)} in the table ({percent(rate / there - 1)})" if there else ""
             rows.append((label, _rate_text(label, rate) + beside))
     return [*rows, _not_measured(known, not_measured)]
+
+
+def _known(device: Device) -> Device | None:
+    """The row of that GPU, or of a CPU."""
+    return device_called(device.names[0]) if device.names else device_named("cpu")
 
 
 def _not_measured(known: Device | None, names: list[str]) -> Row:
@@ -312,5 +414,5 @@ def row_text(device: Device, not_measured: list[str]) -> str:
     name = values.pop("name")
     links = {place: values.pop(place) for place in ("inside", "between")}
     table = {"links": links, "devices": {name: {place: place for place in links} | values}}
-    taken = " ".join(_not_measured(device_called(device.names[0]), not_measured))
+    taken = " ".join(_not_measured(_known(device), not_measured))
     return f"# Measured by keel plan --calibrate; {taken}.\n\n{table_text(table)}"

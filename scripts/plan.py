@@ -6,7 +6,7 @@ The model is built on the meta device and parallelized over a fake process group
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
 estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
 is estimated from counted work and the rates in configs/rates/devices.toml, or those that --calibrate measures on this
-machine's GPU. With --trace, one step of each kind of rank
+machine. With --trace, one step of each kind of rank
 is run with fake tensors, to show what it communicates. With --prove, the run is rehearsed in small as each kind of
 rank, and what they issue is matched: no rank waits forever, or who does, for what, and where. With --tune, the fastest
 ways to run the same job that fit the device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for
@@ -18,7 +18,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,7 +35,10 @@ from configs.run_stages import largest
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import add_job_argument, end, job_of, number_of, parsed, positive, run_command
+from scripts.plan_figures import origins
 from scripts.plan_tables import (
+    BESIDE,
+    beside,
     memory_as_json,
     memory_rows,
     proof_rows,
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
     from scripts.rehearsal.run import Proof
     from trainer.planning.by_stage import RunTime, StagePlan
     from trainer.planning.devices import Device
-    from trainer.planning.timeline import Pass
+    from trainer.planning.timeline import RankLine
 
 
 def shard_bytes(config: Config, ranks: int) -> int:
@@ -71,7 +74,7 @@ def shard_bytes(config: Config, ranks: int) -> int:
         return sum(p.numel() * p.element_size() for p in locals_)
 
 
-def rows(stage: "StagePlan", ranks: int, device_bytes: int | None, name: str) -> list[Row]:
+def rows(stage: "StagePlan", ranks: int, device_bytes: int | None, name: str, ranks_of_cpu: int = 0) -> list[Row]:
     """Return the rows of the plan.
 
     Args:
@@ -79,9 +82,10 @@ def rows(stage: "StagePlan", ranks: int, device_bytes: int | None, name: str) ->
         ranks: how many the job shall run on.
         device_bytes: the memory of a GPU, None if unknown.
         name: its name, as `_name` has it.
+        ranks_of_cpu: ranks that share a CPU and its memory, `device_bytes`; 0 on GPUs.
     """
     from trainer.planning.skeleton import skeleton
-    from trainer.planning.takes_less import does_not_fit
+    from trainer.planning.takes_less import does_not_fit, host_does_not_fit
     from trainer.report.summary import native_modules
 
     config = stage.config
@@ -89,7 +93,12 @@ def rows(stage: "StagePlan", ranks: int, device_bytes: int | None, name: str) ->
     where = f"{stage.memory.peak.name}{_of(name)}"
     sizes = mesh_sizes(config, ranks)
     estimate = stage.memory
-    too_much = does_not_fit(config, ranks, device_bytes, what=name or "the job") if device_bytes else ""
+    too_much = ""
+    if device_bytes and ranks_of_cpu:
+        too_much = host_does_not_fit(config, ranks, ranks_of_cpu, "cpu", device_bytes)
+    elif device_bytes:
+        too_much = does_not_fit(config, ranks, device_bytes, what=name or "the job")
+    place = "by a rank" if ranks_of_cpu else "of a GPU's memory"
     return [
         (
             "model",
@@ -99,7 +108,7 @@ def rows(stage: "StagePlan", ranks: int, device_bytes: int | None, name: str) ->
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         (
             "at the peak",
-            f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {where}",
+            f"about {size(estimate.device)} allocated {place} (estimate), in {where}",
         ),
         *([("fits", too_much or "yes")] if device_bytes else []),
     ]
@@ -160,7 +169,7 @@ def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
     """Refuse combinations of options that mean nothing."""
     if options.calibrate and (options.device or options.tune or len(counts) > 1):
         raise UserError(
-            "--calibrate measures this machine's GPU and plans with it; give it one number of ranks, and "
+            "--calibrate measures this machine and plans with it; give it one number of ranks, and "
             "--device with --tune the file that it writes afterwards"
         )
     if options.tune and not options.device:
@@ -190,6 +199,8 @@ def _tune(
     """Print the best ways to run the job, or the best for each number of ranks."""
     from scripts.tuning import Tuning, write_job
 
+    if device.type == "cpu":
+        raise UserError("--tune searches for GPUs; say for which kind with --device, such as h100")
     tuning = Tuning(job, device, options.gpus_per_host, memory)
     if len(counts) > 1:
         points = tuning.curve(counts, options.price)
@@ -211,13 +222,13 @@ def _tune(
 
 
 def _calibrate(options: argparse.Namespace, config: Config, console: Console) -> None:
-    """Measure this machine's GPU, write its row, and have the job planned for it."""
+    """Measure this machine's GPU or CPU, write its row, and have the job planned for it."""
     from scripts.tuning import require_new
 
     require_new(options.calibrate, "--calibrate")
     from scripts.calibration import calibrate, calibration_rows, row_text
 
-    console.line("measuring this machine's GPU, which takes about half a minute")
+    console.line("measuring this machine's GPU, or its CPU if it has none, which takes about half a minute")
     device, not_measured = calibrate(config, options.ranks[0])
     console.table(f"rates of {device.title}", calibration_rows(device, not_measured))
     write_atomically(options.calibrate, [row_text(device, not_measured)])
@@ -243,13 +254,12 @@ class Plan:
     device_bytes: int | None
     traced: dict[str, list[Row]]
     proof: "Proof | None"
-    steps: Mapping[int, Mapping[str, float]]
-    """Seconds of a step by part, of each kind of rank."""
-    passes: "Sequence[Sequence[Pass]]"
-    """The passes of micro-batches, by rank of the pipeline."""
+    on_gpus: bool
+    lines: "Sequence[RankLine]"
+    """When each rank of the pipeline passes micro-batches; empty without a page."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
-        """The plan as plain values."""
+        """The plan as plain values, and how each figure came about."""
         plan: dict[str, Any] = {"job": self.name, "ranks": self.ranks, "memory": dict(self.memory)}
         plan["memory_by_kind"] = memory_as_json(self.largest.by_kind)
         if len(self.stages) > 1:
@@ -260,13 +270,12 @@ class Plan:
             plan |= {"device": options.device, "time": time_as_json(self.longest.step, self._run, options.price)}
         if self.proof:
             plan["proof"] = vars(self.proof)
-        return plan
+        return plan | origins(plan)
 
     def page(self, options: argparse.Namespace, device: "Device | None") -> str:
         """The plan as a page of HTML."""
         from scripts.keel import VERSION
         from scripts.page.planned import planned_page
-        from trainer.planning.takes_less import CONTEXT_BYTES
 
         title = f"{self.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
         tables = {"The job": self.memory}
@@ -276,11 +285,13 @@ class Plan:
             heading = f"A step{_of(_name(self.longest, self.stages))} (estimate)"
             tables[heading] = time_rows(self.longest.step, self._run, options.price)
         held = {
-            rank: estimate.parts | {"beside: NCCL, CUDA": estimate.communicators + CONTEXT_BYTES}
+            rank: estimate.parts | ({BESIDE: beside(estimate)} if self.on_gpus else {})
             for rank, estimate in self.largest.by_kind.items()
         }
         stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
-        return planned_page(title, tables, held, self.device_bytes, self.steps, VERSION, stages, self.passes)
+        step = self.longest.step
+        steps = {rank: of_kind.parts for rank, of_kind in step.by_kind.items()} if step else {}
+        return planned_page(title, tables, held, self.device_bytes, steps, VERSION, stages, self.lines)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -293,7 +304,7 @@ class Plan:
             console.table("its stages (estimate)", stage_rows(self.stages))
         largest = _name(self.largest, self.stages)
         longest = _name(self.longest, self.stages)
-        peak = memory_rows(self.largest.by_kind, self.device_bytes)
+        peak = memory_rows(self.largest.by_kind, self.device_bytes, self.on_gpus)
         when = f"the peak of {largest}" if largest else "its peak"
         console.table(f"memory of a rank at {when}, GiB (estimate)", peak)
         if self.longest.step and device:
@@ -339,26 +350,25 @@ def planned(
     started = time.perf_counter()
     stages = plan_stages(job, choice, ranks, device, options.gpus_per_host)
     most = max(stages, key=lambda stage: stage.memory.device)
-    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds_with_saves if stage.step else 0.0)
-    held = rows(most, ranks, device_bytes, _name(most, stages))
+    longest = max(stages, key=lambda stage: stage.steps * stage.step.seconds_with_waits if stage.step else 0.0)
+    ranks_of_cpu = min(ranks, options.gpus_per_host) if device and device.type == "cpu" else 0
+    held = rows(most, ranks, device_bytes, _name(most, stages), ranks_of_cpu)
     held.append(("built in", duration(time.perf_counter() - started)))
     held.append(("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"))
     traced = _traced(most.config, ranks) if options.trace else {}
-    steps: dict[int, dict[str, float]] = {}
-    passes: Sequence[Sequence[Pass]] = ()
+    lines: Sequence[RankLine] = ()
     if device and options.html:
-        from trainer.planning.step_time import parts_by_kind
         from trainer.planning.timeline import timeline
 
-        steps = parts_by_kind(longest.config, ranks, device, options.gpus_per_host)
-        if longest.config.mesh.pp > 1:
-            passes = timeline(longest.config, ranks, device, options.gpus_per_host)
+        lines = timeline(longest.config, ranks, device, options.gpus_per_host)
     proof = None
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]])
-    return Plan(job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, steps, passes)
+    return Plan(
+        job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, not ranks_of_cpu, lines
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -402,8 +412,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512")
     add("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
-    add("--device", metavar="NAME", help="kind of GPU, such as h100, or a file of --calibrate: estimate a step's time")
-    add("--calibrate", type=Path, metavar="FILE", help="measure this machine's GPU, and write FILE for --device")
+    add(
+        "--device",
+        metavar="NAME",
+        help="kind of GPU, such as h100, cpu, or a file of --calibrate: estimate a step's time",
+    )
+    add("--calibrate", type=Path, metavar="FILE", help="measure this machine's GPU or CPU, and write FILE for --device")
     add("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
     add("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     add("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")

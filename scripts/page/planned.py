@@ -1,15 +1,13 @@
 """The page of `keel plan --html`: what each kind of rank holds at its peak, and where a step's time goes, as bars."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from scripts.page.html import document, escaped, section
 from scripts.plan_tables import PART_WORDS
+from trainer.planning.pipeline_order import Pass
+from trainer.planning.timeline import UPDATE, RankLine
 from trainer.report.console import Row
 from trainer.report.units import brief, percent, size
-
-if TYPE_CHECKING:
-    from trainer.planning.timeline import Pass
 
 _ORDER = (
     *("products", "attention", "Gated DeltaNet", "elementwise", "head and loss", "recomputation"),
@@ -32,7 +30,7 @@ def planned_page(
     steps: Mapping[int, Mapping[str, float]],
     version: str,
     stages: tuple[str, str] = ("", ""),
-    passes: "Sequence[Sequence[Pass]]" = (),
+    lines: Sequence[RankLine] = (),
 ) -> str:
     """Make the page.
 
@@ -43,7 +41,7 @@ def planned_page(
         steps: seconds of a step by part, by rank of the pipeline; empty without a device.
         version: Keel's.
         stages: of a run with several, words for those that memory and a step are shown of.
-        passes: of the micro-batches, by rank of the pipeline; empty without one, or without a device.
+        lines: when each rank of the pipeline passes micro-batches and updates; empty without a device.
     """
     of_memory, of_step = stages
     room = max(device_bytes or 0, *(sum(parts.values()) for parts in held.values()))
@@ -54,8 +52,8 @@ def planned_page(
     sections.append(section(f"Memory at the peak{of_memory}", _bars(memory, size)))
     if times:
         sections.append(section(f"One step{of_step}, by kind of work", _bars(times, brief)))
-    if passes:
-        sections.append(section(f"One step{of_step}, by micro-batch", _timeline(passes)))
+    if lines:
+        sections.append(section(f"One step{of_step}, by micro-batch", _timeline(lines)))
     sections += [section(heading, _table(rows)) for heading, rows in tables.items()]
     return document(title, "".join(sections), version)
 
@@ -97,28 +95,32 @@ def _bar(parts: Mapping[str, float], colors: Mapping[str, str], form: Callable[[
     return f'{bar}<ul class="legend">{"".join(legend)}</ul>'
 
 
-def _timeline(passes: "Sequence[Sequence[Pass]]") -> str:
-    """A line for each rank, with a box for each pass of a micro-batch through a stage."""
-    all_passes = sorted((each for of_rank in passes for each in of_rank), key=lambda each: each.start)
+def _timeline(lines: Sequence[RankLine]) -> str:
+    """A line for each rank, with a box for each pass of a micro-batch and the update, and one below for FSDP."""
+    all_passes = sorted((each for line in lines for each in line.passes), key=lambda each: each.start)
     shown = all_passes[:_MOST_PASSES]
     until = max(each.end for each in shown)
-    kinds = dict.fromkeys(each.work.kind for each in shown)
+    drawn = [(style, row) for line in lines for style, row in (("passes", line.passes), ("beside", line.fsdp)) if row]
+    kinds = dict.fromkeys(each.work.kind for row in (shown, *(row for _, row in drawn)) for each in row)
     colors = {kind: f"run-{number}" for number, kind in enumerate(kinds)}
-    lines = []
-    for of_rank in passes:
-        boxes = "".join(_box(each, until, colors) for each in of_rank if each.start <= shown[-1].start)
-        lines.append(f'<svg class="passes" viewBox="0 0 100 1" preserveAspectRatio="none">{boxes}</svg>')
+    rows = []
+    for style, row in drawn:
+        boxes = "".join(_box(each, until, colors) for each in row if each.start <= shown[-1].start)
+        rows.append(f'<svg class="{style}" viewBox="0 0 100 1" preserveAspectRatio="none">{boxes}</svg>')
     legend = "".join(f'<li><i class="dot {color}"></i>{escaped(kind)}</li>' for kind, color in colors.items())
     part = f", the first {len(shown):,} of {len(all_passes):,} passes" if len(shown) < len(all_passes) else ""
-    words = f"Ranks of the pipeline from the first down, for {brief(until)}{part}. FSDP and the update are not in it."
-    return f'<div class="time">{"".join(lines)}<ul class="legend">{legend}</ul><p class="hint">{words}</p></div>'
+    who = "Ranks of the pipeline from the first down" if len(lines) > 1 else "Any rank"
+    fsdp = ", FSDP in a thin line below" if len(drawn) > len(lines) else ""
+    words = f"{who}{fsdp}, for {brief(until)}{part}."
+    return f'<div class="time">{"".join(rows)}<ul class="legend">{legend}</ul><p class="hint">{words}</p></div>'
 
 
-def _box(each: "Pass", until: float, colors: Mapping[str, str]) -> str:
+def _box(each: Pass, until: float, colors: Mapping[str, str]) -> str:
     kind, stage, micro_batch = each.work
     odd = " odd" if micro_batch % 2 else ""
     place = f'x="{100 * each.start / until:.3f}" width="{100 * each.seconds / until:.3f}" height="1"'
-    words = f"{kind} of micro-batch {micro_batch}, stage {stage}: {brief(each.seconds)} at {brief(each.start)}"
+    what = kind if kind == UPDATE else f"{kind} of micro-batch {micro_batch}, stage {stage}"
+    words = f"{what}: {brief(each.seconds)} at {brief(each.start)}"
     return f'<rect class="{colors[kind]}{odd}" {place}><title>{escaped(words)}</title></rect>'
 
 

@@ -126,6 +126,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel compare": "python scripts/keel.py compare --help",
     "keel plan": "python scripts/keel.py plan --help",
     "keel plan JOB --ranks N --device h100": "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100",
+    "python -m tests.loader_speed debug.toml": "python -m tests.loader_speed debug.toml --data.prepare none"
+    """ --data.sources '[{name = "random", kind = "synthetic"}]'""",
     "python -m tests.published.compare": "python -m tests.published.compare --rows kempnerforge",
     "keel plan llama_8b.toml --ranks 8 --device h100 --tune": (
         "python scripts/keel.py plan llama_8b.toml --ranks 8 --device h100 --tune"
@@ -281,6 +283,7 @@ NOT_RUN = {  # beginning of a line: why not
     "hf auth login": "asks for a token",
     "vllm": "not installed; the page says that no test runs it",
     "curl": "not installed; the page says that no test runs it",
+    "keel plan debug.toml --ranks 1 --calibrate cpu.toml": "half a minute; tests/unit/scripts/test_calibration.py",
     "keel plan JOB --ranks N --calibrate my_gpu.toml": "needs a GPU; tests/null_gpu/test_calibration.py",
     "lm_eval": "not installed; the page says that no test runs it",
     "sh -c": "needs a host for backups; tests/end_to_end/test_after_save.py",

@@ -32,7 +32,7 @@ REQUESTS_AT_ONCE = 16
 """The most of one process; with 50 ms a request and blocks of 64 KiB, 20 MB/s."""
 _KEPT_BLOCKS = 512
 """Blocks in the memory of a process, 32 MiB."""
-_BLOCKS_AT_ONCE = 16
+BLOCKS_AT_ONCE = 16
 """The most blocks of one request."""
 _PATIENCE = Patience(request_seconds=60, seconds=2)
 WAIT_SECONDS = 180.0
@@ -292,10 +292,10 @@ class BlockStore:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbors among ascending numbers, at most _BLOCKS_AT_ONCE together."""
+    """Neighbors among ascending numbers, at most BLOCKS_AT_ONCE together."""
     run: list[int] = []
     for number in numbers:
-        if run and (number != run[-1] + 1 or len(run) == _BLOCKS_AT_ONCE):
+        if run and (number != run[-1] + 1 or len(run) == BLOCKS_AT_ONCE):
             yield run
             run = []
         run.append(number)

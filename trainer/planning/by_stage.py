@@ -59,10 +59,11 @@ def plan_stages(
         job: the job.
         choice: what `activation_checkpoint.memory_limit_gib` chooses for all of them.
         ranks: how many the job shall run on.
-        device: the kind of GPU; None: no time is estimated.
+        device: the kind of GPU, or a CPU; None: no time is estimated, and memory of a GPU.
         gpus_per_host: as for `estimate_step`.
     """
-    memory_of = _once(lambda config: estimates_by_kind(config, mesh_sizes(config, ranks)))
+    device_type = device.type if device else "cuda"
+    memory_of = _once(lambda config: estimates_by_kind(config, mesh_sizes(config, ranks), device_type))
 
     def estimated(config: Config) -> StepTime | None:
         return estimate_step(config, ranks, device, gpus_per_host) if device else None
@@ -83,7 +84,7 @@ def run_lengths(job: LoadedConfig) -> list[int]:
 
 
 def run_time(stages: Iterable[tuple[int, StepTime]]) -> RunTime:
-    """Add up the stages of a run: the steps of each, and one of them, with the waits for saves."""
+    """Add up the stages of a run: the steps of each, and one of them, with the waits for data and saves."""
     steps = 0
     tokens = 0
     seconds = 0.0
@@ -91,8 +92,8 @@ def run_time(stages: Iterable[tuple[int, StepTime]]) -> RunTime:
     for n, step in stages:
         steps += n
         tokens += n * step.tokens
-        seconds += n * step.seconds_with_saves
-        gpu_hours += n * step.seconds_with_saves * step.ranks / 3600
+        seconds += n * step.seconds_with_waits
+        gpu_hours += n * step.seconds_with_waits * step.ranks / 3600
     return RunTime(steps, tokens, seconds, gpu_hours)
 
 

@@ -1,15 +1,16 @@
-"""Rates of GPUs and of the links between them: `configs/rates/devices.toml`, which has the sources."""
+"""Rates of GPUs, of links between them, of loaders and storage: `configs/rates/devices.toml`, which has the sources."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from math import ceil, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
 from configs.errors import UserError
+from configs.places import is_url
 
 _FILE = Path(__file__).parents[2] / "configs" / "rates" / "devices.toml"
 
@@ -26,12 +27,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of GPU, and how fast it is; rates are FLOP/s and bytes/s."""
+    """A kind of GPU, or a rank's part of a CPU, and how fast it is; rates are FLOP/s and bytes/s."""
 
     name: str
     title: str
     names: list[str]
     """What `torch.cuda.get_device_name` calls it; empty if it shares its name with a slower kind."""
+    type: str
+    """Where tensors are: "cuda" or "cpu"."""
+    compute_dtype: str
+    """The type that rates of products and attention are of."""
+    launch: float
+    """Seconds in which the host launches a kernel."""
     memory_gib: float
     peak: Mapping[str, float]
     products: float
@@ -66,6 +73,20 @@ class Device:
         return below[2] + share * (above[2] - below[2]), below[3] + share * (above[3] - below[3])
 
 
+class Transfer(NamedTuple):
+    """A collective in seconds: both kinds of links work at the same time, and messages wait for hops."""
+
+    inside: float
+    """Seconds on the links inside of a host."""
+    between: float
+    """Seconds on those between hosts."""
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.inside, self.between) + self.latency
+
+
 @dataclass(frozen=True)
 class Network:
     """Which link a group of ranks uses: neighbors in the mesh's order share hosts."""
@@ -74,28 +95,54 @@ class Network:
     gpus_per_host: int
 
     def seconds(self, op: str, n_bytes: float, ranks: int, stride: int) -> float:
-        """Time of a collective over `ranks` ranks that are `stride` apart.
+        """Time of a collective; as for `transfer`."""
+        return self.transfer(op, n_bytes, ranks, stride).seconds
+
+    def transfer(self, op: str, n_bytes: float, ranks: int, stride: int) -> Transfer:
+        """What a collective over `ranks` ranks that are `stride` apart takes.
 
         A ring passes each host with as many network cards as the group has ranks on it. Of `n_bytes`, the whole, each
         rank sends all but its own part, twice in an all-reduce; in an all-to-all, what goes to other hosts
         leaves by the rank's own card.
         """
         if ranks == 1:
-            return 0.0
+            return Transfer(0.0, 0.0, 0.0)
         here = min(ranks, max(1, self.gpus_per_host // stride))
         hosts = ceil(ranks / here)
         inside = self.device.inside
         between = self.device.between
         hops = (here - 1) * inside.latency + (hosts - 1) * between.latency
         if op == "send":
-            return n_bytes / (inside if stride < self.gpus_per_host else between).bandwidth + between.latency
+            if stride < self.gpus_per_host:
+                return Transfer(n_bytes / inside.bandwidth, 0.0, between.latency)
+            return Transfer(0.0, n_bytes / between.bandwidth, between.latency)
         if op == "all_to_all":
             by_network = n_bytes * (ranks - here) / ranks / between.bandwidth
-            return max(n_bytes * (here - 1) / ranks / inside.bandwidth, by_network) + inside.latency + between.latency
-        bandwidth = inside.bandwidth if hosts == 1 else min(inside.bandwidth, here * between.bandwidth)
-        if op == "all_reduce":
-            return 2 * n_bytes * (ranks - 1) / ranks / bandwidth + 2 * min(hops, 20 * between.latency)
-        return n_bytes * (ranks - 1) / ranks / bandwidth + hops
+            in_host = n_bytes * (here - 1) / ranks / inside.bandwidth
+            return Transfer(in_host, by_network, inside.latency + between.latency)
+        times = 2 if op == "all_reduce" else 1
+        sent = times * n_bytes * (ranks - 1) / ranks
+        by_network = sent / (here * between.bandwidth) if hosts > 1 else 0.0
+        in_host = sent / inside.bandwidth if here > 1 else 0.0
+        return Transfer(in_host, by_network, 2 * min(hops, 20 * between.latency) if op == "all_reduce" else hops)
+
+
+class Pace(NamedTuple):
+    """What a rank's loader takes to prepare samples, in seconds."""
+
+    window: float
+    token: float
+
+
+def loader_pace(kind: str) -> Pace | None:
+    """The pace of a kind of source; None if it is unknown, as of a class of the user's own."""
+    pace = _table()["loader"].get(kind)
+    return Pace(**pace) if pace else None
+
+
+def storage(name: str | None) -> Link:
+    """The link of a host to its disk, or of one request to a bucket, by the name of a place there."""
+    return Link(**_table()["storage"]["bucket" if is_url(name) else "disk"])
 
 
 @cache

@@ -24,6 +24,7 @@ from trainer.planning.devices import Device, Network
 from trainer.planning.flops import tokens_seen
 from trainer.planning.memory import RankMemory
 from trainer.planning.skeleton import Shape
+from trainer.planning.states import BYTES
 
 Seconds = dict[str, float]
 """Seconds by part."""
@@ -91,7 +92,7 @@ class LayerTime:
 
     @cached_property
     def memory(self) -> RankMemory:
-        return RankMemory(self.config, self.sizes, "cuda", self.place)
+        return RankMemory(self.config, self.sizes, self.device.type, self.place)
 
     @property
     def network(self) -> Network:
@@ -133,7 +134,9 @@ class LayerTime:
         """Seconds of one product; the gradients' have the same size."""
         device = self.device
         rate = device.products_float8 if in_float8 else device.grouped if matrix.is_grouped else device.products
-        moved = 2 * (matrix.rows * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs)
+        moved = self.memory.compute_bytes * (
+            matrix.rows * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs
+        )
         return max(2 * matrix.rows * matrix.inputs * matrix.outputs / rate, moved / device.memory) + RAMP
 
     def _forward_products(self, layer: int, names: Sequence[str] | None = None) -> float:
@@ -176,7 +179,7 @@ class LayerTime:
     @cached_property
     def has_delta_kernels(self) -> bool:
         """Whether kernels compute the layers of kind delta; a plan tries none, and takes "auto" for "torch"."""
-        return computes_by_kernels(self.config, torch.device("cuda"), tries=False)
+        return computes_by_kernels(self.config, torch.device(self.device.type), tries=False)
 
     def _attention(self, layer: int) -> tuple[float, float]:
         """The backward pass has 2.5 times the operations."""
@@ -197,7 +200,7 @@ class LayerTime:
         moved = _COMPILED if self.config.compile.enable else _EAGER
         mixed = self._projected(layer)
         rows, inner = self.inner(layer)
-        tokens = self.tokens / self.sizes.tp
+        tokens = self.tokens / self.sizes.tp * self._wider
         of_mixed = moved.delta if is_delta(model, layer) else moved.heads
         both = [
             tokens * (stream * model.dim + of_feature * mixed + of_inner * inner)
@@ -206,6 +209,11 @@ class LayerTime:
         routed = tokens * rows * _ROW_BYTES / 2 * model.dim
         forward, backward = ((each + routed) / self.device.memory for each in both)
         return forward, backward
+
+    @property
+    def _wider(self) -> float:
+        """Bytes of an element relative to those of bfloat16, for which bytes of kernels are counted."""
+        return self.memory.compute_bytes / BYTES["bfloat16"]
 
     def _projected(self, layer: int) -> int:
         """Features of queries and keys; in a layer of kind delta also of values and gates."""
@@ -403,6 +411,6 @@ class LayerTime:
         products = 3 * 2 * logits * model.dim / self.device.products
         stream = self.tokens * model.dim * self.memory.compute_bytes
         return {
-            "head and loss": products + _LOGIT_BYTES * logits / self.device.memory,
+            "head and loss": products + _LOGIT_BYTES * self._wider * logits / self.device.memory,
             "tp": 2 * self.network.seconds("all_gather", stream, *self.axis("tp")),
         }

@@ -106,9 +106,9 @@ class MemoryEstimate:
         return {name: n_bytes for name, n_bytes in parts.items() if n_bytes}
 
 
-def estimates_by_kind(config: Config, sizes: MeshSizes) -> dict[int, MemoryEstimate]:
-    """Estimate a GPU's memory for each distinct kind of rank, by the first rank of the pipeline that is of the kind."""
-    return {rank: RankMemory(config, sizes, "cuda", rank).estimate() for rank in distinct_ranks(config)}
+def estimates_by_kind(config: Config, sizes: MeshSizes, device_type: str) -> dict[int, MemoryEstimate]:
+    """Estimate memory for each distinct kind of rank, by the first rank of the pipeline that is of the kind."""
+    return {rank: RankMemory(config, sizes, device_type, rank).estimate() for rank in distinct_ranks(config)}
 
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:

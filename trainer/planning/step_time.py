@@ -21,22 +21,26 @@ from functools import cached_property
 from configs.architectures.llama_keys import is_delta, n_further
 from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.own_code import is_import_path
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
 from configs.table import with_keys
 from models.delta import CHUNK
+from trainer.planning.data_time import DataTime, data_time
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
 from trainer.planning.memory import Group, distinct_ranks
+from trainer.planning.pipeline_order import zero_bubble_wait
+from trainer.planning.save_time import SaveTime, save_time
 from trainer.planning.states import BYTES, checkpoint_bytes
 
-_LAUNCH = 6e-6
-"""Seconds that a host needs to launch a kernel; measured with torch 2.11."""
 _LAUNCHES = {True: 54, False: 80}
 """Kernels of a layer, forward and backward, compiled and not, with FSDP's."""
 _LAUNCHES_OF_EXPERTS = 47
 """Further kernels of a layer with experts."""
+_SHARE_DIGITS = 2
+"""Digits of the shares of passes by which a schedule's wait is known."""
 _LAUNCHES_OF_DELTA = 171, 5
 """Those of a layer of kind delta by torch's operations, eager: in all, and for each chunk of a sequence."""
 
@@ -51,33 +55,32 @@ class Collective:
     n_bytes: int
     """Sum of the whole tensors, as `traffic.Traffic` counts them."""
     seconds: float
+    inside: float
+    """Seconds on the links inside of a host, at the same time as on those between hosts."""
+    between: float
     exposed: float
     """Seconds in which nothing else runs."""
 
 
 @dataclass(frozen=True)
-class SaveTime:
-    """What training waits for at a save: the copy of a rank's state to its host, from which it is written."""
+class RankTime:
+    """A step of one rank of the pipeline."""
 
-    n_bytes: int
-    """Bytes of the rank that copies the most."""
-    seconds: float
-    interval: int
-    """Steps from save to save."""
+    parts: Mapping[str, float]
+    """Seconds by part; their sum is the rank's step."""
+    collectives: Sequence[Collective]
 
     @property
-    def of_a_step(self) -> float:
-        """Seconds of a save as a mean over the steps."""
-        return self.seconds / self.interval
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The estimate of a step, on the pipeline rank that takes the longest."""
+    """The estimate of a step, which lasts as long as on the pipeline rank that takes the longest."""
 
-    parts: Mapping[str, float]
-    """Seconds by part; their sum is the step."""
-    collectives: Sequence[Collective]
+    by_kind: Mapping[int, RankTime]
+    """One pipeline rank of each kind, and its step."""
     tokens: int
     """Tokens of a step, of all ranks."""
     ranks: int
@@ -87,19 +90,30 @@ class StepTime:
     """FLOP/s by which MFU is measured."""
     checkpoint: int
     """Bytes of a checkpoint."""
-    save: SaveTime | None
-    """None: the run saves at its end only, or its states are in the host's memory."""
+    data: DataTime
+    """Its wait is not among the parts."""
+    save: SaveTime
     left_out: Sequence[str]
     """What the job does that the estimate does not contain."""
 
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
+    @cached_property
+    def slowest(self) -> RankTime:
+        """The rank that takes the longest."""
+        return max(self.by_kind.values(), key=lambda rank: rank.seconds)
 
     @property
-    def seconds_with_saves(self) -> float:
-        """The mean of the run's steps, between which it saves."""
-        return self.seconds + (self.save.of_a_step if self.save else 0.0)
+    def parts(self) -> Mapping[str, float]:
+        """Seconds of the slowest rank by part; their sum is the step."""
+        return self.slowest.parts
+
+    @property
+    def seconds(self) -> float:
+        return self.slowest.seconds
+
+    @property
+    def seconds_with_waits(self) -> float:
+        """The mean of the run's steps, which wait for data, and between which it saves."""
+        return self.seconds + self.data.waiting + self.save.of_a_step
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,59 +136,48 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     kinds = _by_kind(config, ranks, device, gpus_per_host)
     slowest = _slowest(kinds)
     tokens = tokens_per_step(config)
+    seconds = sum(slowest.step().values())
+    saved = max(rank.memory.saved for rank in kinds)
     return StepTime(
-        parts=slowest.step(),
-        collectives=slowest.collectives(),
+        by_kind={rank.place: RankTime(rank.step(), rank.collectives()) for rank in kinds},
         tokens=tokens,
         ranks=ranks,
         flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
-        peak=device.peak["bfloat16"],
+        peak=device.peak[device.compute_dtype],
         checkpoint=checkpoint_bytes(config),
-        save=_save(config, max(rank.memory.saved for rank in kinds), device),
+        data=data_time(config, slowest.sizes, gpus_per_host, seconds),
+        save=save_time(config, saved, min(ranks, gpus_per_host), device, seconds),
         left_out=_left_out(config, slowest.has_delta_kernels),
     )
 
 
-def _save(config: Config, n_bytes: int, device: Device) -> SaveTime | None:
-    """The wait for a save in which a rank has so many bytes (`checkpoint.staging.Stager`)."""
-    interval = config.checkpoint.interval
-    if not interval or config.fsdp.cpu_offload:
-        return None
-    return SaveTime(n_bytes, n_bytes / device.host, interval)
-
-
 def slowest_rank(
     config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
-) -> "_Rank":
-    """The pipeline rank that takes the longest, without what only a report needs; `known` is as `_Rank` has it."""
+) -> "Rank":
+    """The pipeline rank that takes the longest, without what only a report needs; `known` is as `Rank` has it."""
     return _slowest(_by_kind(config, ranks, device, gpus_per_host, known))
 
 
-def _slowest(kinds: Sequence["_Rank"]) -> "_Rank":
+def _slowest(kinds: Sequence["Rank"]) -> "Rank":
     return max(kinds, key=lambda rank: sum(rank.step().values()))
-
-
-def parts_by_kind(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> dict[int, dict[str, float]]:
-    """Seconds of a step by part, for one pipeline rank of each kind; a job that `estimate_step` takes."""
-    return {rank.place: rank.step() for rank in _by_kind(config, ranks, device, gpus_per_host)}
 
 
 def _by_kind(
     config: Config, ranks: int, device: Device, gpus_per_host: int, known: "Passes | None" = None
-) -> list["_Rank"]:
+) -> list["Rank"]:
     sizes = mesh_sizes(config, ranks)
     shared = {} if known is None else known
-    return [_Rank(config, sizes, device, gpus_per_host, place, shared) for place in distinct_ranks(config)]
+    return [Rank(config, sizes, device, gpus_per_host, place, shared) for place in distinct_ranks(config)]
 
 
-def rank_of(config: Config, ranks: int, device: Device, gpus_per_host: int, place: int = 0) -> "_Rank":
+def rank_of(config: Config, ranks: int, device: Device, gpus_per_host: int, place: int = 0) -> "Rank":
     """One rank of the pipeline."""
-    return _Rank(config, mesh_sizes(config, ranks), device, gpus_per_host, place)
+    return Rank(config, mesh_sizes(config, ranks), device, gpus_per_host, place)
 
 
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
     """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
-    rank = _Rank(with_keys(config, mesh={"pp": 1}), sizes, device, gpus_per_host, 0)
+    rank = Rank(with_keys(config, mesh={"pp": 1}), sizes, device, gpus_per_host, 0)
     passes = [seconds for layer in rank.memory.layers for seconds in rank.pass_of(layer)]
     return sum(sum(seconds.values()) for seconds in (*passes, rank.head()))
 
@@ -187,10 +190,11 @@ def require_modelled(config: Config, device: Device) -> None:
     """
     if config.float8.recipe != "none" and not device.products_float8:
         raise UserError(f'{device.title} has no float8 products; set float8.recipe = "none"')
-    if config.training.compute_dtype != "bfloat16":
+    if config.training.compute_dtype != device.compute_dtype:
         raise UserError(
-            f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"; '
-            "add --training.compute_dtype bfloat16 for what that would take"
+            f'time on {device.title} is estimated for training.compute_dtype = "{device.compute_dtype}" only, not '
+            f'"{config.training.compute_dtype}"; add --training.compute_dtype {device.compute_dtype} for what that '
+            "would take"
         )
     split = [f"mesh.{axis} = {size}" for axis in ("tp", "cp", "ep") if (size := getattr(config.mesh, axis)) > 1]
     if split and not is_described(config.model):
@@ -203,8 +207,7 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
     saves = config.checkpoint.interval > 0
     asked = {
         "validation": config.validation.interval > 0,
-        "saves of states that are in the host's memory": saves and config.fsdp.cpu_offload,
-        'the disk, for which training waits with checkpoint.mode = "sync"': saves and config.checkpoint.mode == "sync",
+        "copies of states in the host's memory for a save": saves and config.fsdp.cpu_offload,
         "transfers of fsdp.cpu_offload": config.fsdp.cpu_offload,
         "Muon's products": config.optimizer.name == "muon",
         "scores that data.document_mask hides are counted as if they were computed": config.data.document_mask,
@@ -216,7 +219,7 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
             has_delta and config.attention.delta_backend == "auto" and not has_delta_kernels
         ),
         "what joins states and embeddings in model.multi_token": (n_further(config.model) > 0),
-        "the host's time for data": True,
+        "reading sources of a kind of one's own": any(is_import_path(each.kind) for each in config.data.sources),
     }
     return [words for words, applies in asked.items() if applies]
 
@@ -224,12 +227,33 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
 # --------------------------------------------------------------------------- a rank
 
 
+@dataclass(frozen=True)
+class BesidePass:
+    """What FSDP does beside a pass of a micro-batch, in seconds."""
+
+    gathers: float
+    reduces: float
+    exposed: float
+    """The part of both that lasts longer than what it runs beside."""
+    copies: float
+    """Copies into and out of buffers, which the pass waits for."""
+
+    @property
+    def hidden(self) -> float:
+        return self.gathers + self.reduces - self.exposed
+
+
+def weights_seconds(backward: Seconds) -> float:
+    """The part of a backward pass that a zero-bubble schedule splits off: half of its products are for weights."""
+    return backward.get("products", 0.0) / 2
+
+
 Passes = dict[tuple, tuple[Seconds, Seconds]]
 """Seconds of the forward and the backward pass of a layer, by its kind."""
 
 
 @dataclass(frozen=True)
-class _Rank(LayerTime):
+class Rank(LayerTime):
     """The step of one rank of the pipeline, or of any rank without a pipeline: its layers, and what is around them."""
 
     known: Passes = field(default_factory=dict)
@@ -324,33 +348,44 @@ class _Rank(LayerTime):
             return False
         return reshard == "always" or (self.sizes.pp == 1 and group < len(memory.groups) - 1)
 
-    def _fsdp(self, gathers: bool, reduces: bool) -> tuple[float, float]:
-        """Exposed and hidden seconds of FSDP's collectives in one micro-batch."""
+    def fsdp(self, gathers: bool, reduces: bool) -> tuple[BesidePass, BesidePass]:
+        """FSDP beside the forward and the backward pass of a micro-batch through all layers of the rank.
+
+        Args:
+            gathers: whether the forward pass gathers parameters.
+            reduces: whether the backward pass reduces gradients.
+        """
         n = len(self.passes)
         gather = [seconds * gathers for seconds in self._gathers]
         again = [seconds * self._gathers_again(g) for g, seconds in enumerate(self._gathers)]
         reduce = [seconds * reduces for seconds in self._reduces]
-        exposed = gather[0] + reduce[0]
+        in_forward = gather[0]
+        in_backward = reduce[0]
         for g, (forward, backward) in enumerate(self.passes):
             beside_forward = gather[g + 1] if g + 1 < n else 0.0
             beside_backward = (again[g - 1] if g else 0.0) + (reduce[g + 1] if g + 1 < n else 0.0)
-            exposed += max(0.0, beside_forward - sum(forward.values()))
-            exposed += max(0.0, beside_backward - sum(backward.values()))
-        return exposed, sum(gather) + sum(again) + sum(reduce) - exposed
+            in_forward += max(0.0, beside_forward - sum(forward.values()))
+            in_backward += max(0.0, beside_backward - sum(backward.values()))
+        to_gather, to_reduce = self._copies(gathers, reduces)
+        return (
+            BesidePass(sum(gather), 0.0, in_forward, to_gather),
+            BesidePass(sum(again), sum(reduce), in_backward, to_reduce),
+        )
 
-    def _copies(self, gathers: bool, reduces: bool) -> float:
-        """Seconds in which FSDP copies gathered parameters and gradients into and out of its buffers."""
+    def _copies(self, gathers: bool, reduces: bool) -> tuple[float, float]:
+        """Seconds in which FSDP copies into and out of its buffers, in the forward and the backward pass."""
         memory = self.memory
         if not memory.uses_fsdp:
-            return 0.0
-        n_bytes = 0.0
+            return 0.0, 0.0
+        forward = 0.0
+        backward = 0.0
         for place, group in enumerate(memory.groups):
-            times = gathers + self._gathers_again(place)
-            n_bytes += 2 * group.gathered_bytes * times
-            n_bytes += reduces * group.trained * (memory.compute_bytes + memory.reduce_bytes)
-        return n_bytes / self.device.memory
+            forward += 2 * group.gathered_bytes * gathers
+            backward += 2 * group.gathered_bytes * self._gathers_again(place)
+            backward += reduces * group.trained * (memory.compute_bytes + memory.reduce_bytes)
+        return forward / self.device.memory, backward / self.device.memory
 
-    def _schedule(self) -> list[tuple[bool, bool]]:
+    def schedule(self) -> list[tuple[bool, bool]]:
         """Whether the forward pass of each micro-batch gathers parameters, and its backward pass reduces gradients."""
         once = reduces_once(self.config)
         held = self.config.fsdp.zero_stage == 1 or self.sizes.pp > 1
@@ -369,16 +404,17 @@ class _Rank(LayerTime):
         for forward, backward in self.passes:
             for part, seconds in added(forward, backward).items():
                 total[part] += self.memory.micro_batches * seconds
-        for schedule, times in Counter(self._schedule()).items():
-            exposed, hidden = self._fsdp(*schedule)
-            total["fsdp"] += times * exposed
-            total["slower products beside fsdp"] += times * hidden * self.device.collective_share
-            total["elementwise"] += times * self._copies(*schedule)
+        for schedule, times in Counter(self.schedule()).items():
+            for beside in self.fsdp(*schedule):
+                total["fsdp"] += times * beside.exposed
+                total["slower products beside fsdp"] += times * beside.hidden * self.device.collective_share
+                total["elementwise"] += times * beside.copies
         total["pipeline bubble"] = self._bubble(sum(total.values()))
-        total["optimizer"] = self._optimizer()
+        total["optimizer"] = self.optimizer_seconds
         device = sum(total.values())
-        host = self.memory.micro_batches * sum(self._launches(layer) for layer in self.memory.layers) * _LAUNCH
-        total["waiting for the host"] = max(0.0, host - device)
+        launches = sum(self._launches(layer) for layer in self.memory.layers)
+        host = self.memory.micro_batches * launches * self.device.launch
+        total["waiting for the host"] = host if self.device.type == "cpu" else max(0.0, host - device)
         return {part: seconds for part, seconds in total.items() if seconds > 0}
 
     def _launches(self, layer: int) -> int:
@@ -394,12 +430,23 @@ class _Rank(LayerTime):
     def _bubble(self, busy: float) -> float:
         """Seconds in which a rank waits while the pipeline fills and drains (Narayanan et al. 2021, section 2.2).
 
-        A zero-bubble schedule fills them with the weights' gradients (Qi et al. 2024), if passes take equally long.
+        A zero-bubble schedule fills a part of them with the weights' gradients (Qi et al. 2024).
         """
-        if self.sizes.pp == 1 or self.config.pipeline.schedule == "zero_bubble_v":
+        if self.sizes.pp == 1:
             return 0.0
         sends = 2 * (self.sizes.pp - 1) * self.send_seconds
+        if self.config.pipeline.schedule == "zero_bubble_v":
+            micro_batches = self.memory.micro_batches
+            shares = (round(share, _SHARE_DIGITS) for share in self._shares_of_passes())
+            return zero_bubble_wait(self.sizes.pp, micro_batches, *shares) * busy / micro_batches + sends
         return (self.sizes.pp - 1) / stages_per_rank(self.config) * busy / self.memory.micro_batches + sends
+
+    def _shares_of_passes(self) -> tuple[float, float]:
+        """Shares of forward passes, and of those for the weights' gradients, in a micro-batch's time."""
+        forward = sum(sum(ahead.values()) for ahead, _ in self.passes)
+        backward = sum(sum(back.values()) for _, back in self.passes)
+        weights = sum(weights_seconds(back) for _, back in self.passes)
+        return forward / (forward + backward), weights / (forward + backward)
 
     @property
     def send_seconds(self) -> float:
@@ -411,7 +458,8 @@ class _Rank(LayerTime):
         """Bytes that a micro-batch sends to the next stage."""
         return self.tokens * self.config.model.dim * self.memory.compute_bytes / self.sizes.tp
 
-    def _optimizer(self) -> float:
+    @property
+    def optimizer_seconds(self) -> float:
         """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
         memory = self.memory
         elements = memory.held.elements
@@ -430,26 +478,39 @@ class _Rank(LayerTime):
         calls: Counter[tuple[str, str]] = Counter()
         n_bytes: Counter[tuple[str, str]] = Counter()
         seconds: dict[tuple[str, str], float] = defaultdict(float)
+        inside: dict[tuple[str, str], float] = defaultdict(float)
+        between: dict[tuple[str, str], float] = defaultdict(float)
         of_axis: dict[str, float] = defaultdict(float)
         for op, axis, size, times in self._issued():
             ranks, stride = self.axis(axis)
             if size and ranks > 1:
                 calls[op, axis] += times
                 n_bytes[op, axis] += round(size) * times
-                seconds[op, axis] += times * self.network.seconds(op, size, ranks, stride)
+                transfer = self.network.transfer(op, size, ranks, stride)
+                seconds[op, axis] += times * transfer.seconds
+                inside[op, axis] += times * transfer.inside
+                between[op, axis] += times * transfer.between
         for (_, axis), each_seconds in seconds.items():
             of_axis[axis] += each_seconds
         exposed = self._exposed_by_axis()
         shares = {axis: min(1.0, exposed.get(axis, 0.0) / total) if total else 0.0 for axis, total in of_axis.items()}
         return [
-            Collective(*kind, calls[kind], size, seconds[kind], shares[kind[1]] * seconds[kind])
+            Collective(
+                *kind,
+                calls=calls[kind],
+                n_bytes=size,
+                seconds=seconds[kind],
+                inside=inside[kind],
+                between=between[kind],
+                exposed=shares[kind[1]] * seconds[kind],
+            )
             for kind, size in n_bytes.most_common()
         ]
 
     def _issued(self) -> Iterator[tuple[str, str, float, int]]:
         """The collectives of a step: op, axis, bytes, and how often; they may be of one rank, or of no bytes."""
         micro_batches = self.memory.micro_batches
-        for (gathers, reduces), times in Counter(self._schedule()).items():
+        for (gathers, reduces), times in Counter(self.schedule()).items():
             for place, each in enumerate(self._traffic):
                 gathered = gathers + self._gathers_again(place)
                 for part, (axis, size, _) in each.items():

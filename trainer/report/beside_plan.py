@@ -66,7 +66,7 @@ class BesidePlan:
         self.parts = dict(planned.parts)
         speeds = self._speeds[1:] or self._speeds
         measured = {key: median(getattr(speed, key) for speed in speeds) for key in ("step_seconds", "data_seconds")}
-        expected = {"step_seconds": planned.seconds, "data_seconds": 0.0}
+        expected = {"step_seconds": planned.seconds + planned.data.waiting, "data_seconds": planned.data.waiting}
         return {key: {"planned": expected[key], "measured": measured[key]} for key in expected}
 
     def _planned_step(self) -> StepTime | None:

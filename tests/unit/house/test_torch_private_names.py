@@ -105,7 +105,7 @@ NAMES = {
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_unflatten",
     },
-    "trainer/planning/timeline.py": {"torch.distributed.pipelining._schedule_visualizer.get_schedule_ops"},
+    "trainer/planning/pipeline_order.py": {"torch.distributed.pipelining._schedule_visualizer.get_schedule_ops"},
     "trainer/planning/traffic.py": {
         FAKE_TENSORS,
         DISPATCH,

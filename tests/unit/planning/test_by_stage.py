@@ -49,7 +49,7 @@ def test_a_plan_has_the_memory_of_the_largest_stage_and_the_time_of_all(capsys):
         assert (each["steps"], each["tokens"]) == (steps, steps * sequences * length)
         assert each["step_seconds"] == step
         assert each["peak_bytes"] == estimate_memory(stage.config, mesh_sizes(stage.config, 64), "cuda").device
-        seconds += steps * whole.seconds_with_saves
+        seconds += steps * whole.seconds_with_waits
     peaks = [each["peak_bytes"] for each in found["stages"]]
     assert peaks[2] > 5 * peaks[0]
     assert found["memory_by_kind"][0]["peak_bytes"] == peaks[2]
@@ -136,7 +136,7 @@ def test_a_tuned_job_is_possible_and_fits_in_every_stage(tmp_path):
     n = job.config.training.steps
     for best, found in zip(outcome.best, tuning.as_json(outcome, 2, None)["best"], strict=True):
         first, second = (
-            estimate_step(each, 2, GPU).seconds_with_saves for each in (best.config, under(best.config, stage))
+            estimate_step(each, 2, GPU).seconds_with_waits for each in (best.config, under(best.config, stage))
         )
         assert found["gpu_hours"] == pytest.approx((10 * first + (n - 10) * second) * 2 / 3600)
 

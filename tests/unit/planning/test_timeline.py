@@ -6,7 +6,17 @@ import pytest
 
 from configs.stages import n_stages, rank_of_stage
 from tests.unit.planning.test_step_time import H100, job
-from trainer.planning.timeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, arranged, orders, timeline
+from trainer.planning.pipeline_order import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    WEIGHTS,
+    arranged,
+    orders,
+    zero_bubble_wait,
+)
+from trainer.planning.step_time import estimate_step, rank_of
+from trainer.planning.timeline import GATHERS, REDUCES, UPDATE, timeline
 
 ONE = {FORWARD: 1.0, BACKWARD: 2.0, INPUTS: 1.0, WEIGHTS: 1.0}
 SCHEDULES = [
@@ -29,7 +39,7 @@ def simulated(schedule, stages, micro_batches, pp=4):
     config = pipeline(schedule, stages, pp)
     total = n_stages(config)
     owners = [rank_of_stage(config, stage) for stage in range(total)]
-    return arranged(orders(config, micro_batches), [ONE] * total, 0.0, owners), total
+    return arranged(orders(config, micro_batches), lambda work: ONE[work.kind], 0.0, owners), total
 
 
 @pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
@@ -69,12 +79,77 @@ def test_it_lasts_as_long_as_the_bubbles_formula_says(schedule, stages):
         assert last == busy + 3 * 3
 
 
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 3), (4, 16), (8, 20), (16, 40)])
+def test_a_zero_bubbles_wait_is_that_of_the_whole_schedule(pp, micro_batches):
+    """Of stages whose passes take equally long; of more than 8 ranks it is scaled."""
+    passes, stages = simulated("zero_bubble_v", 2, micro_batches, pp)
+    assert stages == 2 * pp
+    waits = max(of_rank[-1].end for of_rank in passes) / (2 * 3) - micro_batches
+    assert zero_bubble_wait(pp, micro_batches, 1 / 3, 1 / 3) == pytest.approx(waits)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("llama_1b.toml", 1, ""),
+        ("llama_8b.toml", 8, ""),
+        ("llama_8b.toml", 16, "--mesh.dp_replicate 2 --mesh.tp 2 --fsdp.zero_stage 2 --fsdp.accumulate reduce_last"),
+        ("llama_8b.toml", 16, "--mesh.pp 4"),
+        ("llama_8b.toml", 8, "--mesh.pp 4 --pipeline.schedule gpipe"),
+        ("llama_8b.toml", 8, "--mesh.pp 4 --pipeline.schedule interleaved_1f1b"),
+        (
+            *("llama_8b.toml", 8),
+            "--mesh.pp 4 --pipeline.schedule zero_bubble_v --compile.enable false --activation_checkpoint.mode full",
+        ),
+        ("deepseek_v3.toml", 1024, ""),
+    ],
+)
+def test_the_step_lasts_as_long_as_its_estimate(name, ranks, words):
+    """The bubble's formula takes all ranks to be like the slowest, so that pipelines end a little apart.
+
+    In gpipe, all forward passes wait for the rank with the head, and all backward passes for another.
+    """
+    config = job(name, ranks, words)
+    estimated = estimate_step(config, ranks, H100)
+    tolerance = 1e-9 if config.mesh.pp == 1 else 0.1 if config.pipeline.schedule == "gpipe" else 0.01
+    lasts = max(line.passes[-1].end for line in timeline(config, ranks, H100))
+    assert lasts == pytest.approx(estimated.seconds, rel=tolerance)
+
+
+def test_fsdp_works_beside_passes_and_the_update_comes_when_all_ranks_are_done():
+    """A pipeline gathers in the first micro-batch, and reduces in each; its gradients wait for the last."""
+    config = job("llama_8b.toml", 16, "--mesh.pp 4")
+    lines = timeline(config, 16, H100)
+    done = max(line.passes[-2].end for line in lines)
+    for place, line in enumerate(lines):
+        rank = rank_of(config, 16, H100, 8, place)
+        update = line.passes[-1]
+        assert (update.work.kind, update.start, update.seconds) == (UPDATE, done, rank.optimizer_seconds)
+        by_kind = {
+            kind: [each for each in line.fsdp if each.work.kind == kind and each.seconds > 0]
+            for kind in (GATHERS, REDUCES)
+        }
+        for kind, of_kind in by_kind.items():
+            asked = sum(getattr(each, kind.split()[1]) for of_micro in rank.schedule() for each in rank.fsdp(*of_micro))
+            assert sum(each.seconds for each in of_kind) == pytest.approx(asked)
+        passes = {(each.work.kind, each.work.micro_batch): each for each in line.passes}
+        for each in by_kind[GATHERS]:
+            beside = passes[FORWARD, each.work.micro_batch]
+            assert each.work.micro_batch == 0
+            assert (each.start, each.end <= beside.end + 1e-9) == (beside.start, True)
+        for each in by_kind[REDUCES]:
+            beside = passes[BACKWARD, each.work.micro_batch]
+            assert beside.start <= each.start
+            assert each.end <= beside.end + 1e-9
+
+
 def test_a_jobs_passes_are_its_layers_time():
     config = pipeline("1f1b")
-    passes = timeline(config, 4, H100)
-    assert len(passes) == 4
-    durations = {each.seconds for each in passes[1] if each.work.kind == FORWARD}
-    assert len(durations) == 1
-    head = [next(each for each in of_rank if each.work.kind == FORWARD).seconds for of_rank in passes]
+    lines = timeline(config, 4, H100)
+    assert len(lines) == 4
+    first, *durations = [each.seconds for each in lines[1].passes if each.work.kind == FORWARD]
+    assert len({*durations}) == 1
+    assert first > durations[0]  # it copies parameters to the compute type
+    head = [next(each for each in line.passes if each.work.kind == FORWARD).seconds for line in lines]
     assert head[3] > head[1]  # the loss
-    assert passes[1][0].start > passes[0][0].end  # a message takes time
+    assert lines[1].passes[0].start > lines[0].passes[0].end  # a message takes time

@@ -1,8 +1,11 @@
 """Files of `keel plan --calibrate`: what is written is read back, and what is wrong is said in one line."""
 
+import json
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from configs.errors import UserError
 from scripts import plan
@@ -84,11 +87,10 @@ def test_a_file_that_is_no_row_is_one_message(tmp_path, text, said):
         device_named(str(file))
 
 
-def test_calibration_without_a_gpu_or_beside_a_device_is_an_error_of_the_user(tmp_path, capsys, monkeypatch):
+def test_calibration_beside_a_device_or_an_older_one_is_an_error_of_the_user(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.toml").touch()
     for words, said in [
-        ("--calibrate mine.toml", "torch sees none here"),
         ("--calibrate old.toml", "exists already"),
         ("--calibrate mine.toml --device h100", "plans with it"),
     ]:
@@ -96,3 +98,35 @@ def test_calibration_without_a_gpu_or_beside_a_device_is_an_error_of_the_user(tm
         assert code == 1
         assert said in err
     assert not (tmp_path / "mine.toml").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpu_is_measured_and_planned_for(tmp_path, capsys, monkeypatch, ranks):
+    """A product of the job's shape runs here at about the measured rate; other work on the machine may slow either."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "mine.toml"
+    code, out, _ = run(capsys, "debug.toml", "--ranks", str(ranks), "--calibrate", str(file), "--json")
+    assert code == 0
+    device = device_named(str(file))
+    known = device_named("cpu")
+    assert (device.type, device.compute_dtype, device.names) == ("cpu", "float32", [])
+    left, right = torch.randn(1024, 192), torch.randn(192, 576)
+    times = []
+    for _ in range(50):
+        started = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - started)
+    assert device.products == pytest.approx(2 * 1024 * 192 * 576 / min(times), rel=0.7)
+    assert device.peak["float32"] == device.products
+    assert 0 < device.launch < 1e-3
+    assert 0 < device.host < 200e9
+    ((width, tokens, forward, backward),) = device.attention["flash2"]
+    assert (width, tokens) == (32, 256)
+    assert min(forward, backward) > 0
+    assert (device.inside == known.inside) == (ranks == 1)
+    assert device.between == known.between
+    planned = json.loads(out)
+    assert planned["memory"]["fits"] == "yes"
+    assert planned["time"]["parts_seconds"]["products"] > 0

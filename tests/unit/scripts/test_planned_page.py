@@ -8,8 +8,8 @@ from scripts import plan
 from scripts.page import planned
 from scripts.page.planned import planned_page
 from tests.unit.planning.test_step_time import H100, job
-from trainer.planning.step_time import parts_by_kind, slowest_rank
-from trainer.planning.timeline import BACKWARD, timeline
+from trainer.planning.step_time import estimate_step, slowest_rank
+from trainer.planning.timeline import timeline
 
 MEMORY = {0: {"parameters": 2**30, "loss": 2**29}, 3: {"parameters": 2**29, "gradients": 2**29}}
 STEPS = {
@@ -60,11 +60,11 @@ def test_memory_beyond_a_gpus_fills_the_bar():
 
 def test_the_slowest_kind_of_rank_is_the_planned_step():
     config = job("llama_7b.toml", 8, "--mesh.pp 4")
-    steps = parts_by_kind(config, 8, H100)
+    step = estimate_step(config, 8, H100)
     slowest = slowest_rank(config, 8, H100, 8)
-    assert len(steps) > 1
-    assert steps[slowest.place] == slowest.step()
-    assert max(sum(parts.values()) for parts in steps.values()) == sum(slowest.step().values())
+    assert len(step.by_kind) > 1
+    assert step.by_kind[slowest.place].parts == slowest.step() == step.parts
+    assert max(rank.seconds for rank in step.by_kind.values()) == step.seconds
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):
@@ -74,29 +74,35 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     memory, step = bars(file.read_text())
     assert memory[-1][0] == "free"
     assert step[0][0] == "products"
+    assert ">update: " in file.read_text()
 
 
-def test_a_timeline_shows_each_pass_where_and_as_long_as_it_is():
-    config = job("llama_8b.toml", 4, "--mesh.pp 4 --pipeline.schedule 1f1b --training.global_batch_size 8")
-    passes = timeline(config, 4, H100)
-    until = max(of_rank[-1].end for of_rank in passes)
-    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", passes=passes)
-    lines = re.findall(r'<svg class="passes".*?</svg>', text)
-    assert len(lines) == 4
-    for line, of_rank in zip(lines, passes, strict=True):
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_timeline_shows_each_pass_where_and_as_long_as_it_is(ranks):
+    config = job("llama_8b.toml", ranks, "--mesh.pp 4 --pipeline.schedule 1f1b --training.global_batch_size 16")
+    lines = timeline(config, ranks, H100)
+    until = max(line.passes[-1].end for line in lines)
+    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", lines=lines)
+    drawn = re.findall(r'<svg class="(?:passes|beside)".*?</svg>', text)
+    rows = [row for line in lines for row in (line.passes, line.fsdp) if row]
+    assert len(drawn) == len(rows) == (4 + 4 if ranks > 4 else 4)
+    colors = {}
+    for line, row in zip(drawn, rows, strict=True):
         boxes = re.findall(r'<rect class="run-(\d)[^"]*" x="([^"]+)" width="([^"]+)".*?<title>(.*?): ', line)
-        assert len(boxes) == len(of_rank) == 2 * 8
-        for (color, x, width, words), each in zip(boxes, of_rank, strict=True):
-            assert words == f"{each.work.kind} of micro-batch {each.work.micro_batch}, stage {each.work.stage}"
+        assert len(boxes) == len(row)
+        for (color, x, width, words), each in zip(boxes, row, strict=True):
+            where = f" of micro-batch {each.work.micro_batch}, stage {each.work.stage}"
+            assert words == each.work.kind + (where if each.work.kind != "update" else "")
             assert float(x) == pytest.approx(100 * each.start / until, abs=1e-3)
             assert float(width) == pytest.approx(100 * each.seconds / until, abs=1e-3)
-            assert color == str(int(each.work.kind == BACKWARD))
-    assert "passes. FSDP" not in text
+            assert colors.setdefault(each.work.kind, color) == color
+    assert len({*colors.values()}) == len(colors) == (5 if ranks > 4 else 3)
+    assert ("FSDP in a thin line below" in text) == (ranks > 4)
 
 
 def test_a_long_timeline_is_cut(monkeypatch):
     monkeypatch.setattr(planned, "_MOST_PASSES", 20)
-    passes = timeline(job("llama_8b.toml", 4, "--mesh.pp 4 --training.global_batch_size 8"), 4, H100)
-    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", passes=passes)
+    lines = timeline(job("llama_8b.toml", 4, "--mesh.pp 4 --training.global_batch_size 8"), 4, H100)
+    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", lines=lines)
     assert len(re.findall(r"<title>(?:forward|backward) of", text)) == 20
-    assert "the first 20 of 64 passes" in text
+    assert "the first 20 of 68 passes" in text

@@ -1,5 +1,6 @@
 """A run beside its plan: which figures are compared, over which steps, and in which order."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from configs.layout import mesh_sizes
 from configs.load import load
+from trainer.planning.data_time import DataTime
 from trainer.planning.devices import device_called, device_named
 from trainer.planning.memory import estimate_memory
 from trainer.planning.step_time import estimate_step
@@ -55,6 +57,16 @@ def test_planned_and_measured_stand_side_by_side_the_largest_difference_first(mo
     assert second.startswith("a step ")
     assert second.endswith("(+30.0%)")
     assert last.startswith("planned parts: products ")
+
+
+def test_a_step_is_planned_with_its_wait_for_data(monkeypatch):
+    config = job()
+    step = replace(estimate_step(config, 1, device_named("h100")), data=DataTime(0, 30.0, 3.0))
+    monkeypatch.setattr(beside_plan, "estimate_step", lambda *arguments: step)
+    plan = on(monkeypatch, H100, config)
+    compare(plan, config, [(20.0, 3.5)], 2**30)
+    assert plan.quantities["step_seconds"]["planned"] == step.seconds + 3.0
+    assert plan.quantities["data_seconds"] == {"planned": 3.0, "measured": 3.5}
 
 
 def test_a_stage_of_the_run_is_compared_by_its_own_steps(monkeypatch):
