@@ -405,7 +405,9 @@ def _rates(device: Device, width: float, seq_len: float) -> dict[str, float]:
 def _rate_text(name: str, rate: float) -> str:
     if name.endswith("latency"):
         return f"{1e6 * rate:.1f} µs"
-    return f"{rate / 1e9:,.0f} GB/s" if name in ("memory", "host", "inside a host") else f"{count(rate)}FLOP/s"
+    if name in ("memory", "host", "inside a host"):
+        return f"{rate / 1e9:,.{0 if rate >= 1e10 else 2}f} GB/s"
+    return f"{count(rate).replace('B', 'G')}FLOP/s"
 
 
 def row_text(device: Device, not_measured: list[str]) -> str:
