@@ -1,6 +1,6 @@
 """Check whether a job fits, and how long it takes, before requesting machines: build it for any number of ranks.
 
-    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100 [--price 2.5]] [--trace] [--prove]
+    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100 [--price 2.5]] [--trace] [--prove | --prove-all]
 
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
@@ -365,7 +365,7 @@ def planned(
     if options.prove:
         from scripts.rehearsal.run import rehearse
 
-        proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]])
+        proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]], options.prove_all)
     return Plan(
         job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, not ranks_of_cpu, lines
     )
@@ -374,6 +374,7 @@ def planned(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     options, overrides = parsed(_parser(), arguments)
+    options.prove |= options.prove_all
 
     def work(console: Console) -> None:
         if options.price and not (options.device or options.calibrate):
@@ -422,6 +423,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     add("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     add("--prove", action="store_true", help="rehearse the run, and show that no rank waits forever")
+    add("--prove-all", action="store_true", help="the same as every rank; beyond 16, --prove takes those at the edges")
     add("--tune", action="store_true", help="search the fastest ways to run the same job")
     add("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
     add("--html", type=Path, metavar="FILE", help="write the plan as a page, with bars of memory and of a step")

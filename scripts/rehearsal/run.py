@@ -45,16 +45,17 @@ class Proof:
     seconds: float
 
 
-def rehearse(config: Config, ranks: int, later: Sequence[Config]) -> Proof:
+def rehearse(config: Config, ranks: int, later: Sequence[Config], as_all: bool = False) -> Proof:
     """Rehearse a job from its start to a stop, as some of its ranks, and match what they issue.
 
     Args:
         config: the job, or the first stage of it.
         ranks: how many it shall run on.
         later: the later stages of the run.
+        as_all: whether as all of its ranks.
     """
     started = time.perf_counter()
-    chosen = ranks_to_rehearse(mesh_sizes(config, ranks))
+    chosen = list(range(ranks)) if as_all else ranks_to_rehearse(mesh_sizes(config, ranks))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for rank in chosen:

@@ -198,3 +198,27 @@ def test_the_command_names_the_line_of_a_users_own_code(tmp_path, capsys):
     assert json.loads(told.out)["proof"]["problem"] in told.err
     assert "rank 1 (start-up) waits in allreduce of (1,) float32 for my_loss.py:7" in told.err
     assert "Traceback" not in told.err
+
+
+@pytest.mark.slow
+def test_what_one_rank_inside_a_large_world_does_is_found_when_all_are_rehearsed(tmp_path, capsys):
+    """Rank 13 of 32, which is at no edge of the mesh, leaves out a sum that all others do."""
+    (tmp_path / "my_odd_loss.py").write_text(
+        "import torch\nimport torch.distributed as dist\n\n\n"
+        "def counting(logits, targets):\n"
+        "    if dist.is_initialized() and dist.get_rank() != 13:\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+        "    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]\n"
+    )
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'base = "debug.toml"\n[training]\nloss = "my_odd_loss:counting"\nglobal_batch_size = 32\n'
+        "micro_batch_size = 1\n[mesh]\ntp = 2\n"
+    )
+    assert plan.main([str(job), "--ranks", "32", "--prove", "--json"]) == 0
+    assert 13 not in json.loads(capsys.readouterr().out)["proof"]["ranks"]
+    assert plan.main([str(job), "--ranks", "32", "--prove-all", "--json"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["proof"]["ranks"] == [*range(32)]
+    assert "rank 0 (start-up) waits in allreduce of (1,) float32 for my_odd_loss.py:7" in told.err
+    assert "rank 13" in told.err
