@@ -72,6 +72,8 @@ class Matrix:
     """A product of a layer on one rank: (rows, inputs) times (inputs, outputs)."""
 
     name: str
+    experts: float
+    """Number of matrices of this size that share the rows; without experts 1."""
     rows: float
     inputs: float
     outputs: float
@@ -118,8 +120,10 @@ class LayerTime:
         rows: float = self.tokens
         outputs: float = shape[-2]
         inputs: float = shape[-1]
+        experts: float = 1
         if len(shape) > 2:
             rows *= self.config.model.experts_per_token or 1
+            experts = shape[0] / self.sizes.ep
         cut = self.memory.model.tp_dimension(name)
         if cut is None:
             rows /= self.sizes.tp
@@ -128,15 +132,14 @@ class LayerTime:
         else:
             outputs /= self.sizes.tp
         is_float8 = name in self.memory.in_float8
-        return Matrix(name, rows, inputs, outputs, is_float8, len(shape) > 2, name in self.memory.frozen)
+        return Matrix(name, experts, rows, inputs, outputs, is_float8, len(shape) > 2, name in self.memory.frozen)
 
     def _product(self, matrix: Matrix, in_float8: bool) -> float:
         """Seconds of one product; the gradients' have the same size."""
         device = self.device
         rate = device.products_float8 if in_float8 else device.grouped if matrix.is_grouped else device.products
-        moved = self.memory.compute_bytes * (
-            matrix.rows * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs
-        )
+        weights = matrix.experts * matrix.inputs * matrix.outputs
+        moved = self.memory.compute_bytes * (matrix.rows * (matrix.inputs + matrix.outputs) + weights)
         return max(2 * matrix.rows * matrix.inputs * matrix.outputs / rate, moved / device.memory) + RAMP
 
     def _forward_products(self, layer: int, names: Sequence[str] | None = None) -> float:

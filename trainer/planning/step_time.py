@@ -373,17 +373,31 @@ class Rank(LayerTime):
         )
 
     def _copies(self, gathers: bool, reduces: bool) -> tuple[float, float]:
-        """Seconds in which FSDP copies into and out of its buffers, in the forward and the backward pass."""
+        """Seconds in which FSDP copies into and out of its buffers, and gradients are added up, forward and backward."""
         memory = self.memory
-        if not memory.uses_fsdp:
-            return 0.0, 0.0
         forward = 0.0
-        backward = 0.0
-        for place, group in enumerate(memory.groups):
+        backward = self._added_up / memory.micro_batches
+        for place, group in enumerate(memory.groups if memory.uses_fsdp else ()):
             forward += 2 * group.gathered_bytes * gathers
             backward += 2 * group.gathered_bytes * self._gathers_again(place)
             backward += reduces * group.trained * (memory.compute_bytes + memory.reduce_bytes)
         return forward / self.device.memory, backward / self.device.memory
+
+    @cached_property
+    def _added_up(self) -> float:
+        """Bytes that are moved to add up the gradients of a step's micro-batches.
+
+        Those that are reduced once are kept whole, in the type of the reduction, to which the first is converted.
+        """
+        memory = self.memory
+        further = memory.micro_batches - 1
+        if not further:
+            return 0.0
+        if not memory.reduces_once:
+            return further * 3 * memory.reduce_bytes * sum(group.trained_shard for group in memory.groups)
+        trained = sum(group.trained for group in memory.groups)
+        converted = memory.compute_bytes + memory.reduce_bytes
+        return trained * (converted + further * (converted + memory.reduce_bytes))
 
     def schedule(self) -> list[tuple[bool, bool]]:
         """Whether the forward pass of each micro-batch gathers parameters, and its backward pass reduces gradients."""

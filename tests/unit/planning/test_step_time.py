@@ -133,6 +133,37 @@ def test_a_run_that_saves_at_its_end_waits_for_no_save_and_states_in_host_memory
     assert saved("--fsdp.cpu_offload true").save.wait == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "bytes_of_the_whole", "bytes_of_a_shard"),
+    [
+        ("", 0, 3 * 3 * 4),  # three further sums of float32, of which each reads two and writes one
+        # The first is converted, three are added to it, and three are not reduced (2 bytes read and 4 written).
+        ("--fsdp.accumulate reduce_last", (2 + 4) + 3 * (2 + 2 * 4) - 3 * (2 + 4), 0),
+    ],
+)
+def test_gradients_of_several_micro_batches_are_added_up(words, bytes_of_the_whole, bytes_of_a_shard):
+    def elementwise(micro_batches):
+        sequences = f"--training.micro_batch_size 1 --training.global_batch_size {8 * micro_batches}"
+        config = job("llama_1b.toml", 8, f"{words} {sequences} --model.tie_embeddings false")
+        return estimate_step(config, 8, H100).parts["elementwise"]
+
+    elements = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) + 2 * 128256 * 2048 + 2048
+    moved = elements * bytes_of_the_whole + elements / 8 * bytes_of_a_shard
+    assert elementwise(4) - 4 * elementwise(1) == pytest.approx(moved / H100.memory, rel=1e-3)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_few_rows_for_many_experts_take_as_long_as_reading_the_experts(ep):
+    def products(experts):
+        small = f"--training.seq_len 64 --training.micro_batch_size 1 --training.global_batch_size 2 --mesh.ep {ep}"
+        few = f"{small} --model.n_layers 2 --model.n_experts {experts} --activation_checkpoint.mode none"
+        return estimate_step(job("qwen3_30b_a3b.toml", 2, few), 2, H100).parts["products"]
+
+    weights = 2 * 64 / ep * 2048 * 768  # bytes of 64 further experts' gate, up or down
+    further = 2 * 3 * 3 * weights / H100.memory
+    assert products(128) - products(64) == pytest.approx(further, rel=2e-3)  # the router grows, too
+
+
 def test_a_cpu_computes_in_its_type_and_launches_nothing_ahead():
     """Bytes of elementwise kernels were counted in bfloat16, and float32 has twice as many; see `layer_time`."""
     cpu = device_named("cpu")
@@ -141,7 +172,9 @@ def test_a_cpu_computes_in_its_type_and_launches_nothing_ahead():
     layers, micro_batches, tokens = 4, 4, 4 * 256
     assert parts["waiting for the host"] == pytest.approx(micro_batches * layers * 80 * cpu.launch)
     moved = 2 * tokens * (76 * 192 + 90 * (192 + 64) + 36 * 576)
-    assert parts["elementwise"] == pytest.approx(micro_batches * layers * moved / cpu.memory)
+    elements = layers * (2 * 192 * (192 + 64) + 3 * 192 * 576 + 2 * 192) + 2 * 4096 * 192 + 192
+    added = 3 * (micro_batches - 1) * 4 * elements
+    assert parts["elementwise"] == pytest.approx((micro_batches * layers * moved + added) / cpu.memory)
     products = 0.0
     for inputs, outputs in [(192, 192), (192, 64), (192, 64), (192, 192), (192, 576), (192, 576), (576, 192)]:
         moved = 4 * (tokens * (inputs + outputs) + inputs * outputs)
