@@ -1,6 +1,6 @@
 """Check whether a job fits, and how long it takes, before requesting machines: build it for any number of ranks.
 
-    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100 [--price 2.5]] [--trace] [--prove | --prove-all]
+    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100] [--trace] [--prove | --prove-all]
 
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an

@@ -373,7 +373,7 @@ class Rank(LayerTime):
         )
 
     def _copies(self, gathers: bool, reduces: bool) -> tuple[float, float]:
-        """Seconds in which FSDP copies into and out of its buffers, and gradients are added up, forward and backward."""
+        """Seconds in which FSDP copies to and from its buffers, and gradients are added up, forward and backward."""
         memory = self.memory
         forward = 0.0
         backward = self._added_up / memory.micro_batches
