@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configs.architectures.parts import n_kv_heads
 from configs.layout import MeshSizes, buffer_factor
 from configs.plan import plan_of
-from configs.schema import ActivationCheckpoint, Config, OwnModel
+from configs.schema import ActivationCheckpoint, AnyModel, Config, HfModel, Model, OwnModel
 from models import build_model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint, selected_layers
 from parallelisms.attention.delta import apply_delta_backend, computes_by_kernels
@@ -153,7 +154,7 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
     if asked.on_gpu:
         apply_delta_backend(model, config, _GPU, tries=False)
     # What the process has chosen to compute attention by, as the parity table does, is not the job's choice.
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), mesh_of_a_block(asked.part, mesh) as splitting:
+    with sdpa_kernel(_kernels_of_attention(asked)), mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)
         tokens = torch.Size((1, config.training.seq_len // asked.part.cp))
         with fake_memory(model):
@@ -166,6 +167,21 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
             apply_activation_checkpoint(model, asked.checkpointing)
             with patch.object(F, "rms_norm", norm_of_a_gpu) if asked.on_gpu else nullcontext():
                 return measure_eager(block, inputs, others)
+
+
+def _kernels_of_attention(asked: _Asked) -> list[SDPBackend]:
+    """The CPU's, which keep as little as a GPU's; but none of a GPU's takes float32 with fewer key than query heads."""
+    if asked.on_gpu and asked.config.training.compute_dtype == "float32" and _has_grouped_queries(asked.config.model):
+        return [SDPBackend.MATH]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def _has_grouped_queries(model: AnyModel) -> bool:
+    """Whether query heads share heads of keys and values; of a model of a user's own that is not known."""
+    if isinstance(model, HfModel):
+        heads = model.fields.get("num_attention_heads")
+        return model.fields.get("num_key_value_heads", heads) != heads
+    return isinstance(model, Model) and n_kv_heads(model) != model.n_heads
 
 
 # --------------------------------------------------------------------------- a block without memory
