@@ -291,7 +291,8 @@ class Plan:
         stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
         step = self.longest.step
         steps = {rank: of_kind.parts for rank, of_kind in step.by_kind.items()} if step else {}
-        return planned_page(title, tables, held, self.device_bytes, steps, VERSION, stages, self.lines)
+        device_bytes = self.device_bytes if self.on_gpus else None  # ranks share a CPU's
+        return planned_page(title, tables, held, device_bytes, steps, VERSION, stages, self.lines)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""

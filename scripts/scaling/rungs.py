@@ -40,7 +40,7 @@ _LR_BY_COMPUTE = -0.125
 _ON_ONE_AXIS = {
     f"mesh.{axis}": size
     for axis, size in {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}.items()
-} | {"expert.exchange": "uneven"}
+} | {"expert.exchange": "uneven", "fsdp.partition": "rows"}
 """A small model needs no other axis."""
 _LEFT_OUT = {"checkpoint.interval": 0, "checkpoint.after_save": "[]", "average.interval": 0, "elastic.enable": "false"}
 """What a rung has no use for."""

@@ -176,6 +176,15 @@ def test_the_plan_for_a_cpu_speaks_of_ranks_and_of_the_hours_of_a_short_run(caps
     assert f"{hours:.3g} rank-hours; {2 * hours:.3g} at 2 a rank-hour" in " ".join(out.split())
 
 
+def test_the_page_for_a_cpu_leaves_no_rank_the_whole_memory_of_its_host(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    assert (
+        run(capsys, "debug.toml", "--ranks", "2", "--device", "cpu", "--data.prepare", "none", "--html", str(page))[0]
+        == 0
+    )
+    assert "<title>free: 0.00 KiB</title>" in page.read_text()  # as without a memory that is known
+
+
 def test_gated_deltanet_takes_what_one_layer_took_on_an_h200():
     """Of 16,384 tokens: docs/measurements.md. Tensor-parallel ranks have the heads' shares; full: forward twice."""
     measured = {"torch": (12.2e-3, 20.4e-3), "fla": (1.20e-3, 4.77e-3)}

@@ -140,6 +140,13 @@ def test_by_compute_a_model_is_no_deeper_than_the_job_and_has_both_kinds_of_laye
     assert [(model.n_layers, model.n_dense_layers) for model in models] == layers
 
 
+def test_a_job_with_owners_has_rungs_on_several_ranks(tmp_path):
+    job = tmp_path / "owners.toml"
+    job.write_text('base = "debug.toml"\n[mesh]\ndp_replicate = 2\ndp_shard = 1\n[fsdp]\npartition = "owner"\n')
+    rungs = choose_rungs(str(job), (), load_target(str(job), ()).config, 5, None, 2)
+    assert [rung.job.config.mesh.dp_shard for rung in rungs] == [-1] * 5
+
+
 def test_batches_are_whole_on_several_ranks():
     job, words = LLAMA
     target = load_target(job, words).config
