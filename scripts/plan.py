@@ -280,10 +280,10 @@ class Plan:
         title = f"{self.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
         tables = {"The job": self.memory}
         if len(self.stages) > 1:
-            tables["Its stages (estimate)"] = stage_rows(self.stages)
+            tables["Its stages (estimate)"] = stage_rows(self.stages, self.on_gpus)
         if self.longest.step:
             heading = f"A step{_of(_name(self.longest, self.stages))} (estimate)"
-            tables[heading] = time_rows(self.longest.step, self._run, options.price)
+            tables[heading] = time_rows(self.longest.step, self._run, options.price, self.on_gpus)
         held = {
             rank: estimate.parts | ({BESIDE: beside(estimate)} if self.on_gpus else {})
             for rank, estimate in self.largest.by_kind.items()
@@ -291,7 +291,8 @@ class Plan:
         stages = _of(_name(self.largest, self.stages)), _of(_name(self.longest, self.stages))
         step = self.longest.step
         steps = {rank: of_kind.parts for rank, of_kind in step.by_kind.items()} if step else {}
-        return planned_page(title, tables, held, self.device_bytes, steps, VERSION, stages, self.lines)
+        device_bytes = self.device_bytes if self.on_gpus else None  # ranks share a CPU's
+        return planned_page(title, tables, held, device_bytes, steps, VERSION, stages, self.lines)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -301,14 +302,14 @@ class Plan:
             memory = [row for row in memory if row[0] != "fits"]
         console.table(f"{self.name} on {self.ranks} ranks", memory)
         if len(self.stages) > 1:
-            console.table("its stages (estimate)", stage_rows(self.stages))
+            console.table("its stages (estimate)", stage_rows(self.stages, self.on_gpus))
         largest = _name(self.largest, self.stages)
         longest = _name(self.longest, self.stages)
         peak = memory_rows(self.largest.by_kind, self.device_bytes, self.on_gpus)
         when = f"the peak of {largest}" if largest else "its peak"
         console.table(f"memory of a rank at {when}, GiB (estimate)", peak)
         if self.longest.step and device:
-            steps = time_rows(self.longest.step, self._run, options.price)
+            steps = time_rows(self.longest.step, self._run, options.price, self.on_gpus)
             console.table(f"a step{_of(longest)} on {device.title} (estimate)", steps)
         for kinds, traffic in self.traced.items():
             console.table(f"one step{_of(largest)} of {kinds}", traffic)
@@ -420,7 +421,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--calibrate", type=Path, metavar="FILE", help="measure this machine's GPU or CPU, and write FILE for --device")
     add("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
-    add("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
+    add("--price", type=_positive_number, metavar="P", help="price of an hour of a GPU, or of a rank on a CPU")
     add("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     add("--prove", action="store_true", help="rehearse the run, and show that no rank waits forever")
     add("--prove-all", action="store_true", help="the same as every rank; beyond 16, --prove takes those at the edges")

@@ -83,20 +83,18 @@ def memory_as_json(by_kind: Mapping[int, "MemoryEstimate"]) -> list[dict[str, An
 # --------------------------------------------------------------------------- stages
 
 
-def stage_rows(stages: Sequence["StagePlan"]) -> list[Row]:
+def stage_rows(stages: Sequence["StagePlan"], on_gpus: bool = True) -> list[Row]:
     """Return the rows of the stages of a run: what a step of each has, holds and takes."""
-    return [(f"{stage.number}, from step {stage.first_step:,}", _words(stage)) for stage in stages]
+    return [(f"{stage.number}, from step {stage.first_step:,}", _words(stage, on_gpus)) for stage in stages]
 
 
-def _words(stage: "StagePlan") -> str:
+def _words(stage: "StagePlan", on_gpus: bool) -> str:
     training = stage.config.training
     shape = f"{training.global_batch_size:,} x {training.seq_len:,}"
     words = f"{stage.steps:,} steps of {shape} tokens, {size(stage.memory.device)} at the peak"
     if stage.step:
-        speed = f"{count(stage.step.tokens_per_second)} tokens/s a GPU, MFU {percent(stage.step.mfu)}"
-        words += (
-            f"; {brief(stage.step.seconds)} a step, {speed}: {duration(stage.steps * stage.step.seconds_with_waits)}"
-        )
+        took = duration(stage.steps * stage.step.seconds_with_waits)
+        words += f"; {brief(stage.step.seconds)} a step, {_speed(stage.step, on_gpus)}: {took}"
     return words
 
 
@@ -150,14 +148,12 @@ PART_WORDS = {
 """Parts of a step whose names need words."""
 
 
-def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row]:
-    """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
-    cost = f"; {count(run.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
+def time_rows(step: "StepTime", run: "RunTime", price: float | None, on_gpus: bool = True) -> list[Row]:
+    """Return the rows of what a step and the run take; `price` is of one GPU, or one rank of a CPU, for one hour."""
+    hour = "GPU-hour" if on_gpus else "rank-hour"
+    cost = f"; {count(run.gpu_hours * price)} at {price:g} a {hour}" if price else ""
     return [
-        (
-            "a step",
-            f"{brief(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
-        ),
+        ("a step", f"{brief(step.seconds)}: {_speed(step, on_gpus)}"),
         *_part_rows(step),
         *_axis_rows(step.slowest),
         _data_row(step),
@@ -165,13 +161,17 @@ def time_rows(step: "StepTime", run: "RunTime", price: float | None) -> list[Row
         (
             "the run",
             f"{count(run.tokens)} tokens in {run.steps:,} steps: {duration(run.seconds)}, "
-            f"{count(run.gpu_hours)} GPU-hours{cost}",
+            f"{count(run.gpu_hours)} {hour}s{cost}",
         ),
         ("a checkpoint", f"{size(step.checkpoint)}, written in {brief(step.save.write)}"),
         ("counted", "FLOPs, tokens, bytes of collectives, data, states, checkpoints and saves"),
         ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble, waits"),
         *([("left out", "; ".join(step.left_out))] if step.left_out else []),
     ]
+
+
+def _speed(step: "StepTime", on_gpus: bool) -> str:
+    return f"{count(step.tokens_per_second)} tokens/s a {'GPU' if on_gpus else 'rank'}, MFU {percent(step.mfu)}"
 
 
 def _part_rows(step: "StepTime") -> list[Row]:

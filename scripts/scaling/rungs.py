@@ -27,6 +27,7 @@ from configs.schema import Config, Model, Training, is_described
 from scripts.command import refuse_keys
 from scripts.widths.widen import width_keys
 from trainer.planning.flops import flops_per_token
+from trainer.planning.unknown_names import require_known_names
 
 VALIDATIONS = 20
 """A run is compared with the ladder at each twentieth of its length."""
@@ -39,7 +40,7 @@ _LR_BY_COMPUTE = -0.125
 _ON_ONE_AXIS = {
     f"mesh.{axis}": size
     for axis, size in {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}.items()
-} | {"expert.exchange": "uneven"}
+} | {"expert.exchange": "uneven", "fsdp.partition": "rows"}
 """A small model needs no other axis."""
 _LEFT_OUT = {"checkpoint.interval": 0, "checkpoint.after_save": "[]", "average.interval": 0, "elastic.enable": "false"}
 """What a rung has no use for."""
@@ -174,14 +175,15 @@ def _spread(possible: Sequence[int], dim: int, sizes: int) -> list[int]:
 def depth_keys(model: Model, dim: int) -> dict[str, object]:
     """The keys that make a model as much shallower as it is narrower, with their values.
 
-    Layers are left out in whole periods of what they repeat: their kinds, windows, and rotary embeddings.
+    Layers are left out in whole periods of what they repeat: their kinds, windows, and rotary embeddings. A layer at
+    least is not dense where the job has both kinds.
     """
     period = math.lcm(len(model.layers), model.window_pattern or 1, model.no_rope_every or 1)
     times = dim / model.dim
-    keys: dict[str, object] = {"model.n_layers": period * max(1, round(model.n_layers * times / period))}
-    if model.n_dense_layers:
-        keys["model.n_dense_layers"] = max(1, round(model.n_dense_layers * times))
-    return keys
+    dense = max(1, round(model.n_dense_layers * times)) if model.n_dense_layers else 0
+    periods = max(math.ceil((dense + 1) / period), round(model.n_layers * times / period))
+    n_layers = min(period * periods, model.n_layers)  # a job may have a part of a period
+    return {"model.n_layers": n_layers, "model.n_dense_layers": dense}
 
 
 def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, dim: int, ranks: int, rule: str) -> Rung:
@@ -218,6 +220,10 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
     keys["optimizer.lr"] = repr(target.optimizer.lr * (of_batch if with_mup else compute**_LR_BY_COMPUTE))
     whole = (*base, *words(keys))
     loaded = load(job, whole, ranks)
+    try:
+        require_known_names(loaded)
+    except ConfigError as error:
+        raise ConfigError(f"at dim {dim} and n_layers {narrow.model.n_layers}: {error}") from None
     return Rung(dim, narrow.model.n_layers, whole, loaded, training_flops(loaded.config))
 
 

@@ -1,6 +1,6 @@
 """What each stage of a run takes, in memory and in time; a run without stages has one.
 
-Stages that take the same, such as those that differ in their data, are estimated once.
+Stages that take the same, such as those that differ in their learning rate, are estimated once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -102,7 +102,7 @@ def _once(estimate: Callable[[Config], _Estimate]) -> Callable[[Config], _Estima
     made: dict[str, _Estimate] = {}
 
     def of_stage(config: Config) -> _Estimate:
-        key = repr((config.model, config.training, config.data.document_mask, config.optimizer.groups))
+        key = repr((config.model, config.training, config.data, config.optimizer.groups))
         if key not in made:
             made[key] = estimate(config)
         return made[key]

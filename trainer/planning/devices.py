@@ -180,12 +180,20 @@ def device_named(name: str) -> Device:
     return _device(name, table)
 
 
+_ABOVE_ZERO = ("memory_gib", "products", "grouped", "memory", "host")
+"""Rates by which the estimate divides."""
+
+
 def _device_of(file: Path) -> Device:
     try:
         table = tomli.loads(file.read_text())
         (name,) = table["devices"]
         if missing := [each.name for each in fields(Device) if each.name not in {"name", *table["devices"][name]}]:
             raise UserError(f"--device {file} lacks {', '.join(missing)}; write it again by keel plan --calibrate")
+        for rate in _ABOVE_ZERO:
+            value = table["devices"][name][rate]
+            if not isinstance(value, int | float) or not value > 0:
+                raise UserError(f"--device {file}: {rate} must be a number above 0, got {value!r}")
         return _device(name, table)
     except OSError as error:
         raise UserError(f"--device {file} can't be read: {error.strerror}") from None

@@ -46,13 +46,13 @@ def brief(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Format a number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
+    """Format a number to three digits with the field's suffix: 0.187, 950, "3.34 M", "1.24 B", "15.6 T"."""
     if not abs(number) < _MOST:
         return f"{number:.3g}"
     for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
         if number >= factor:
             return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
-    return f"{number:,.0f}"
+    return f"{number:.3g}" if abs(number) < 10 else f"{number:,.0f}"
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -83,6 +83,31 @@ def test_the_console_shows_each_stage(capsys):
         assert words in out
 
 
+FROM_BUCKET = """
+base = "debug.toml"
+[job]
+device = "auto"
+[training]
+compute_dtype = "bfloat16"
+[data]
+prepare = "none"
+sources = [{ name = "here", kind = "synthetic" }]
+[[stages]]
+at_step = 100
+data.sources = [{ name = "there", kind = "tokens", path = "s3://bucket/tokens" }]
+"""
+
+
+def test_a_stage_waits_for_its_own_data(tmp_path, capsys):
+    job = tmp_path / "job.toml"
+    job.write_text(FROM_BUCKET)
+    found = planned(capsys, str(job), "--ranks", "1", "--device", "h100")
+    first, second = (estimate_step(stage.config, 1, GPU) for stage in load(str(job), world_size=1).stages)
+    assert first.data.waiting == 0 < second.data.waiting
+    expected = 100 * first.seconds_with_waits + 200 * second.seconds_with_waits
+    assert found["time"]["run"]["seconds"] == pytest.approx(expected)
+
+
 STAGED = """
 base = "debug.toml"
 [training]

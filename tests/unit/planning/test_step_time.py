@@ -199,6 +199,25 @@ def test_the_plan_for_a_cpu_is_of_its_memory(capsys):
     assert "CUDA" not in out
 
 
+def test_the_plan_for_a_cpu_speaks_of_ranks_and_of_the_hours_of_a_short_run(capsys):
+    words = ("debug_stages.toml", "--ranks", "2", "--device", "cpu", "--data.prepare", "none", "--price", "2")
+    _, out, _ = run(capsys, *words)
+    _, as_json, _ = run(capsys, *words, "--json")
+    hours = json.loads(as_json)["time"]["run"]["gpu_hours"]
+    assert "GPU" not in out
+    assert out.count("tokens/s a rank") == 1 + 3  # the longest stage, and each
+    assert f"{hours:.3g} rank-hours; {2 * hours:.3g} at 2 a rank-hour" in " ".join(out.split())
+
+
+def test_the_page_for_a_cpu_leaves_no_rank_the_whole_memory_of_its_host(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    assert (
+        run(capsys, "debug.toml", "--ranks", "2", "--device", "cpu", "--data.prepare", "none", "--html", str(page))[0]
+        == 0
+    )
+    assert "<title>free: 0.00 KiB</title>" in page.read_text()  # as without a memory that is known
+
+
 def test_gated_deltanet_takes_what_one_layer_took_on_an_h200():
     """Of 16,384 tokens: docs/measurements.md. Tensor-parallel ranks have the heads' shares; full: forward twice."""
     measured = {"torch": (12.2e-3, 20.4e-3), "fla": (1.20e-3, 4.77e-3)}

@@ -73,6 +73,8 @@ def test_a_job_is_planned_for_a_file_as_for_a_name(tmp_path, capsys):
         (None, "can't be read: No such file"),
         ("[devices", "no file that"),
         ("[devices]\na = 1", "no file that"),
+        (row_text(replace(MEASURED, memory=0.0), []), "mine.toml: memory must be a number above 0, got 0"),
+        (row_text(replace(MEASURED, host="fast"), []), "mine.toml: host must be a number above 0, got 'fast'"),
         (
             row_text(MEASURED, []).partition("[devices.calibrated.delta]")[0],
             "mine.toml lacks delta; write it again by keel plan",

@@ -125,6 +125,28 @@ def test_by_compute_a_pattern_of_layers_stays_whole(job, layers, heads):
         assert {model.n_experts for model in models} == {target.model.n_experts}
 
 
+@pytest.mark.parametrize(
+    ("job", "words", "layers"),
+    [
+        ("moe_debug.toml", "--model.n_dense_layers 1", [(2, 1), (2, 1), (2, 1), (2, 1), (2, 1)]),  # one has experts
+        ("moe_debug.toml", "--model.n_dense_layers 3", [(2, 1), (2, 1), (2, 1), (2, 1), (3, 2)]),
+        ("debug.toml", "--model.window 64 --model.window_pattern 6", [(4, 0)] * 5),  # as the job, which has no period
+    ],
+)
+def test_by_compute_a_model_is_no_deeper_than_the_job_and_has_both_kinds_of_layers(job, words, layers):
+    target = load_target(job, words.split()).config
+    rungs = choose_rungs(job, words.split(), target, 5, None, 1, "compute")
+    models = [rung.job.config.model for rung in rungs]
+    assert [(model.n_layers, model.n_dense_layers) for model in models] == layers
+
+
+def test_a_job_with_owners_has_rungs_on_several_ranks(tmp_path):
+    job = tmp_path / "owners.toml"
+    job.write_text('base = "debug.toml"\n[mesh]\ndp_replicate = 2\ndp_shard = 1\n[fsdp]\npartition = "owner"\n')
+    rungs = choose_rungs(str(job), (), load_target(str(job), ()).config, 5, None, 2)
+    assert [rung.job.config.mesh.dp_shard for rung in rungs] == [-1] * 5
+
+
 def test_batches_are_whole_on_several_ranks():
     job, words = LLAMA
     target = load_target(job, words).config
@@ -170,6 +192,10 @@ def never(command):
         (("debug.toml", "--sizes", "16"), "only 15 widths below model.dim 192"),
         (("gemma3_1b.toml", *VALIDATED), "embedding_scale = 33.9411; or take the rule without muP: --rule compute"),
         (("olmo3_7b_stages.toml", *VALIDATED), "the job has [[stages]]"),
+        (
+            ("debug.toml", "--rule", "compute", "--optimizer.groups", '[{pattern = "layers.3.*", weight_decay = 0.0}]'),
+            "at dim 24 and n_layers 1: --optimizer.groups",
+        ),
         (("no_such_job.toml",), "no_such_job.toml"),
         (("debug.toml", "--run", "runs/none"), "runs/none"),
     ],

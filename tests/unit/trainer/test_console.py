@@ -89,6 +89,7 @@ def test_durations(seconds, text):
 
 
 def test_numbers_have_three_digits():
+    assert [count(n) for n in (0, 0.18672, 4.567, 94.3)] == ["0", "0.187", "4.57", "94"]
     assert [count(n) for n in (950, 9_999, 131_072, 3_341_184, 1.2358e9, 15.6e12)] == [
         "950",
         "9,999",
