@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, ChunkStorageMet
 from torch.distributed.checkpoint.planner import WriteItem
 
 from checkpoint.bucket import BucketError
+from checkpoint.compare import described
 from checkpoint.frame import TensorFile
 from checkpoint.index import MOST_PARTS, complete_metadata, index_of, places_text, put_directory, put_index
 from checkpoint.manifest import Damaged, FileEntry, damaged
@@ -307,11 +308,7 @@ def _difference(name: str, shard: Shard, saved: Any, may_convert: Callable[[str,
     there = (tuple(saved.size), saved.properties.dtype)
     if there[0] == here[0] and may_convert(name, there[1]):
         return None
-    return None if here == there else f"{name}: {_described(*there)} in the checkpoint, {_described(*here)} here"
-
-
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return None if here == there else f"{name}: {described(*there)} in the checkpoint, {described(*here)} here"
 
 
 def _n_bytes(item: WriteItem) -> int:

@@ -54,37 +54,45 @@ start (as may training.steps and, unless reduction = "exact", micro_batch_size).
 def help_text(width: int) -> str:
     """Describe every key with its type and default, grouped by table, for a terminal `width` columns wide."""
     sections = [_USAGE.rstrip()]
-    tables = {name: key for name, key in schema_keys().items() if key.is_table}
-    for name, table in tables.items():
-        inner = [key for other, key in schema_keys().items() if other.rpartition(".")[0].removesuffix(".N") == name]
-        lines = [
-            _header(table),
-            *_sentence(table, width, "  "),
-            *(line for key in inner if not key.is_table for line in _entry(key, width)),
-        ]
+    for table, keys in keys_by_table():
+        kind = "run" if is_run_key(table.name) else "machine"
+        lines = [f"{header(table)}  ({kind} table)", *_wrapped(table, width, "  ")]
+        lines += [line for key in keys for line in _entry(key, width)]
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
 
 
-def _header(table: Key) -> str:
+def keys_by_table() -> Iterator[tuple[Key, list[Key]]]:
+    """Each table, and the keys in it that are no tables."""
+    for name, table in schema_keys().items():
+        if table.is_table:
+            inner = [key for other, key in schema_keys().items() if other.rpartition(".")[0].removesuffix(".N") == name]
+            yield table, [key for key in inner if not key.is_table]
+
+
+def header(table: Key) -> str:
+    """The line with which a table begins in a job file."""
     name = f"[[{table.name}]]" if table.type == "list of tables" else f"[{table.name}]"
-    kind = "run" if is_run_key(table.name) else "machine"
-    return f"{name.replace('.N', '')}  ({kind} table)"
+    return name.replace(".N", "")
+
+
+def sentence(key: Key) -> str:
+    """What a key or table means, and when it does nothing."""
+    return " ".join([key.doc, *map(str, key.conditions)])
 
 
 def _entry(key: Key, width: int) -> Iterator[str]:
     values = f"  --{key.name}  {key.type}; {_default(key)}"
     yield from textwrap.wrap(values, _WIDEST, subsequent_indent=" " * 10)
-    yield from _sentence(key, width, " " * 6)
+    yield from _wrapped(key, width, " " * 6)
 
 
 _WIDEST = 120
 """Longest line of a key's values, which are in one line where they fit, so that a search finds them."""
 
 
-def _sentence(key: Key, width: int, indent: str) -> list[str]:
-    words = " ".join([key.doc, *map(str, key.conditions)])
-    return textwrap.wrap(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def _wrapped(key: Key, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(sentence(key), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _default(key: Key) -> str:

@@ -109,15 +109,15 @@ def replacing(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
         raise
 
 
-def write_atomically(path: Path, texts: Iterable[str]) -> None:
+def write_atomically(path: Path, texts: Iterable[str], writer: str = "") -> None:
     """Write a file so that readers, and the next launch after a crash, see either the complete old or new one."""
-    with replacing(path) as file:
+    with replacing(path, writer) as file:
         file.writelines(text.encode() for text in texts)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, writer: str = "") -> None:
     """Write a value as JSON for people and programs, as `write_atomically` does."""
-    write_atomically(path, [json.dumps(value, indent=2) + "\n"])
+    write_atomically(path, [json.dumps(value, indent=2) + "\n"], writer)
 
 
 def write_even_if_full(path: Path, text: str, writer: str = "") -> None:
@@ -133,8 +133,7 @@ def write_even_if_full(path: Path, text: str, writer: str = "") -> None:
         OSError: the disk refuses that as well.
     """
     try:
-        with replacing(path, writer) as file:
-            file.write(text.encode())
+        write_atomically(path, [text], writer)
     except OSError as error:
         if error.errno not in FULL or not _overwrite(path, text.encode()):
             raise

@@ -13,9 +13,10 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
+from configs.display import header, keys_by_table, sentence
 from configs.errors import UserError
 from configs.only_with import conditions
-from configs.reading.keys import Key, schema_keys, tables_in
+from configs.reading.keys import Key, tables_in
 from configs.reading.toml_text import value_text
 from configs.schema import Config, Table, is_run_key
 from scripts.command import end, parser_of, run_command
@@ -46,12 +47,10 @@ def schema_text() -> str:
 def keys_text() -> str:
     """Return the page of every key, in Markdown."""
     sections = [_HEADING]
-    for name, table in ((name, key) for name, key in schema_keys().items() if key.is_table):
-        inner = [key for other, key in schema_keys().items() if other.rpartition(".")[0].removesuffix(".N") == name]
-        header = f"[[{name}]]" if table.type == "list of tables" else f"[{name}]"
-        kind = "Run table" if is_run_key(name) else "Machine table"
-        lines = [f"## `{header.replace('.N', '')}`", "", f"{kind}. {_sentence(table)}", ""]
-        rows = [_row(key) for key in inner if not key.is_table]
+    for table, keys in keys_by_table():
+        kind = "Run table" if is_run_key(table.name) else "Machine table"
+        lines = [f"## `{header(table)}`", "", f"{kind}. {sentence(table)}", ""]
+        rows = [_row(key) for key in keys]
         head = ["| key | type | default | meaning |", "|---|---|---|---|"] if rows else []
         sections.append("\n".join([*lines, *head, *rows]).rstrip())
     return "\n\n".join(sections) + "\n"
@@ -66,12 +65,8 @@ with the value `"none"`."""
 
 
 def _row(key: Key) -> str:
-    cells = (f"`{key.name.rpartition('.')[2]}`", key.type, _default(key), _sentence(key))
+    cells = (f"`{key.name.rpartition('.')[2]}`", key.type, _default(key), sentence(key))
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _sentence(key: Key) -> str:
-    return " ".join([key.doc, *map(str, key.conditions)])
 
 
 def _default(key: Key) -> str:

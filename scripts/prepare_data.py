@@ -10,7 +10,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -51,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.remote = Remote(url, tuple(filter(is_url, options.inputs)), options.tokenizer)
 
     def work(console: Console) -> None:
-        local = _name_of_copy if options.remote else partial(_brought, console=console)
-        options.inputs = [local(name) if is_url(name) else name for name in options.inputs]
+        if not options.remote:
+            _bring_inputs(options, console)
+        options.inputs = [os.path.relpath(copy_of(name)) if is_url(name) else name for name in options.inputs]
         options.tokenizer = local_file(options.tokenizer)
         options.output = copy_of(url) if url else Path(options.output)
         if options.shard:
@@ -108,14 +109,10 @@ def _prepare_in_bucket(
     shutil.rmtree(options.output)
 
 
-def _brought(name: str, console: Console) -> str:
-    """A copy of an input on this host."""
-    with console.progress(f"Bringing {name}", in_bytes=True) as progress:
-        return os.path.relpath(bring(name, progress))
-
-
-def _name_of_copy(name: str) -> str:
-    return os.path.relpath(copy_of(name))
+def _bring_inputs(options: argparse.Namespace, console: Console) -> None:
+    for name in filter(is_url, options.inputs):
+        with console.progress(f"Bringing {name}", in_bytes=True) as progress:
+            bring(name, progress)
 
 
 _FOUND = {"inputs", "tokenizer_hash", "vocab_size"}
@@ -125,8 +122,8 @@ _FOUND = {"inputs", "tokenizer_hash", "vocab_size"}
 def _call(options: argparse.Namespace, progress: Progress = Call.progress) -> Call:
     choices = {each.name: getattr(options, each.name) for each in fields(Settings) if each.name not in _FOUND}
     settings = settings_of(options.inputs, options.output, options.tokenizer, **choices)
-    call = Call(settings, options.output, options.tokenizer, options.processes, options.max_bad_files, progress)
-    return replace(call, remote=options.remote)
+    own = (options.output, options.tokenizer, options.processes, options.max_bad_files, progress)
+    return Call(settings, *own, remote=options.remote)
 
 
 def _make_share(options: argparse.Namespace, console: Console) -> None:

@@ -24,7 +24,7 @@ if not __package__:  # run as a file
 from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.load import load
-from scripts.command import end, parser_of, place_argument, positive, refuse_keys, run_command
+from scripts.command import end, parsed, parser_of, place_argument, positive, refuse_keys, run_command
 from scripts.launcher import run_ranks
 from train import end_process
 from trainer.guards.fragmentation import let_segments_grow
@@ -44,11 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if folder := os.environ.get(_RANK_OF):
         _be_a_rank(Path(folder))
     parser = _parser()
-    options, words = parser.parse_known_args(arguments)
+    options, words = parsed(parser, arguments)
     if options.folder and len(options.step or ()) != 1:
         parser.error("--folder keeps the replay of a single --step")
-    if unknown := [word for word in words if word.startswith("-") and "." not in word]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     holds = False
 
     def work(console: Console) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from configs.errors import listed
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import Json, gather
 
@@ -152,9 +153,7 @@ def heal(replicas: Iterable[Replica], found: Iterable[Difference]) -> None:
 
 def described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
     """A line for each of the first differences, and the number of the others."""
-    lines = [f"\n  {difference.text(hosts)}" for difference in found[:_SHOWN]]
-    more = len(found) - len(lines)
-    return "".join(lines) + (f"\n  and {more} more" if more else "")
+    return "\n  " + listed([difference.text(hosts) for difference in found], most=_SHOWN)
 
 
 # --------------------------------------------------------------------------- comparing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.reading.toml_text import value_text
 from configs.untrusted import printable, shortened
@@ -364,26 +364,37 @@ def _time(run: Recorded) -> str:
     spent = {kind: spent[kind] for kind in (*_KINDS, *(spent.keys() - set(_KINDS))) if spent.get(kind)}
     rest = max(0.0, wall - sum(spent.values()))
     words = {kind.key: kind.value for kind in Kind}
-    shares = [(escaped(words.get(kind, kind)), _color(kind), value) for kind, value in spent.items()]
-    shares.append((_NOT_RECORDED, "kind-none", rest))
-    parts = []
+    shares = [Share(words.get(kind, kind), _color(kind), value) for kind, value in spent.items()]
+    drawn, legend = bar([*shares, Share(_NOT_RECORDED, "kind-none", rest)], wall, duration)
+    return (
+        f'<div class="time">{drawn}{_stack(run, list(spent))}'
+        f'<div class="ends"><span>first launch</span><span>{duration(wall)} later</span></div>{legend}</div>'
+    )
+
+
+class Share(NamedTuple):
+    """A part of a bar."""
+
+    name: str
+    color: str
+    value: float
+
+
+def bar(shares: Iterable[Share], whole: float, form: Callable[[float], str]) -> tuple[str, str]:
+    """Draw the shares of a whole; returns the bar and its legend, which leaves out what rounds to nothing."""
+    boxes = []
+    items = []
     left = 0.0
     for name, color, value in shares:
-        width = 100 * value / wall
-        box = f'x="{left:.3f}" width="{width:.3f}" height="1"'
-        parts.append(f'<rect class="{color}" {box}><title>{name}</title></rect>')
+        width = 100 * value / whole
+        box = f'class="{color}" x="{left:.3f}" width="{width:.3f}" height="1"'
+        boxes.append(f"<rect {box}><title>{escaped(name)}: {form(value)}</title></rect>")
+        if width >= 0.05:
+            figures = f"<b>{percent(value / whole)}</b><span>{form(value)}</span>"
+            items.append(f'<li><i class="dot {color}"></i>{escaped(name)}{figures}</li>')
         left += width
-    legend = "".join(
-        f'<li><i class="dot {color}"></i>{name}<b>{percent(value / wall)}</b><span>{duration(value)}</span></li>'
-        for name, color, value in shares
-        if value / wall >= 0.0005
-    )
-    return (
-        f'<div class="time"><svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none">{"".join(parts)}</svg>'
-        f"{_stack(run, list(spent))}"
-        f'<div class="ends"><span>first launch</span><span>{duration(wall)} later</span></div>'
-        f'<ul class="legend">{legend}</ul></div>'
-    )
+    drawn = f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none">{"".join(boxes)}</svg>'
+    return drawn, f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _color(kind: str) -> str:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from scripts.page.html import document, escaped, section
+from scripts.page.html import Share, bar, document, escaped, section
 from scripts.plan_tables import PART_WORDS
 from trainer.planning.pipeline_order import Pass
 from trainer.planning.timeline import UPDATE, RankLine
 from trainer.report.console import Row
-from trainer.report.units import brief, percent, size
+from trainer.report.units import brief, size
 
 _ORDER = (
     *("products", "attention", "Gated DeltaNet", "elementwise", "head and loss", "recomputation"),
@@ -73,26 +73,9 @@ def _bars(by_rank: Mapping[int, Mapping[str, float]], form: Callable[[float], st
     bars = []
     for rank, parts in by_rank.items():
         heading = f"<h3>rank {rank} of the pipeline</h3>" if len(by_rank) > 1 else ""
-        bars.append(f'{heading}<div class="time">{_bar(parts, colors, form)}</div>')
+        shares = [Share(PART_WORDS.get(name, name), colors[name], value) for name, value in parts.items()]
+        bars.append(f'{heading}<div class="time">{"".join(bar(shares, sum(parts.values()), form))}</div>')
     return "".join(bars)
-
-
-def _bar(parts: Mapping[str, float], colors: Mapping[str, str], form: Callable[[float], str]) -> str:
-    whole = sum(parts.values())
-    boxes = []
-    legend = []
-    left = 0.0
-    for name, value in parts.items():
-        width = 100 * value / whole
-        words = escaped(PART_WORDS.get(name, name))
-        box = f'class="{colors[name]}" x="{left:.3f}" width="{width:.3f}" height="1"'
-        boxes.append(f"<rect {box}><title>{words}: {form(value)}</title></rect>")
-        if width >= 0.05:
-            figures = f"<b>{percent(value / whole)}</b><span>{form(value)}</span>"
-            legend.append(f'<li><i class="dot {colors[name]}"></i>{words}{figures}</li>')
-        left += width
-    bar = f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none">{"".join(boxes)}</svg>'
-    return f'{bar}<ul class="legend">{"".join(legend)}</ul>'
 
 
 def _timeline(lines: Sequence[RankLine]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.errors import UserError
+from configs.errors import UserError, listed
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
 from trainer.data.loader import MicroBatch
@@ -186,9 +186,8 @@ def _by_rank(values: dict[int, str], seen: Sequence[Seen]) -> str:
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """ "rank 1 (node-b)", "ranks 1 (node-b), 5 (node-c)"; only the first of many. `hosts` lists every rank's host."""
-    named = [f"{rank} ({hosts[rank]})" for rank in ranks[:_NAMED]]
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(named)}{more}"
+    named = [f"{rank} ({hosts[rank]})" for rank in ranks]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(named, ', ', _NAMED)}"
 
 
 _NAMED = 8

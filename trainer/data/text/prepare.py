@@ -29,7 +29,7 @@ import numpy as np
 
 from checkpoint.bucket import BucketError
 from configs.errors import OutageError, UserError
-from configs.files import FULL
+from configs.files import FULL, write_json
 from trainer.data.packing import write_mark
 from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Piece, pieces
@@ -45,7 +45,6 @@ from trainer.data.text.prepared_folder import (
     is_finished,
     read_json,
     read_record,
-    write_json,
 )
 from trainer.data.text.shard import Shard, hash_shard, keep, make_folders, write_shard
 from trainer.data.text.workers import Progress, on_all

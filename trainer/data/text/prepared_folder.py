@@ -1,13 +1,11 @@
 """A folder of prepared text: what was asked for, what its record says, and whether its inputs are still the same."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from configs.files import replacing
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.text.bad_files import skipped_lines
 from trainer.data.text.documents import Keys
@@ -195,7 +193,7 @@ def _fits(value: Any, form: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object that `write_json` has written.
+    """Read an object that `configs.files.write_json` has written.
 
     Raises:
         UserError: the file is not one.
@@ -209,9 +207,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: cannot be read (not an object); delete its folder to have it made again")
     return content
-
-
-def write_json(path: Path, content: dict[str, Any], writer: str = "") -> None:
-    """Write an object for `read_json`; `writer`: who does, if several processes may at once."""
-    with replacing(path, writer) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())

@@ -13,11 +13,12 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
+from configs.files import write_json
 from trainer.data.packing import PackingWriter
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Document, Piece, read
 from trainer.data.text.loss_mask import encode_masked, parts_of
-from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
+from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX
 from trainer.data.tokenizer import encode_document, load_tokenizer

@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
-from configs.files import replacing, synced
+from configs.files import replacing, synced, write_json
 from configs.untrusted import parse_json, read_file
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import file_pieces
@@ -40,7 +40,7 @@ from trainer.data.text.inputs import HUB
 from trainer.data.text.listing import MAX_LIST_BYTES, InputFile, examined, named
 from trainer.data.text.plan import PLAN, Plan, RawShard, contents, make_plan, read_plan, require_as_planned
 from trainer.data.text.prepare import Call, discard, errors_of
-from trainer.data.text.prepared_folder import is_finished, write_json
+from trainer.data.text.prepared_folder import is_finished
 from trainer.data.text.shard import (
     Shard,
     documents_of,
