@@ -69,6 +69,12 @@ def test_a_step_is_computed_again_with_the_same_bits_and_nothing_in_the_run_chan
     assert snapshot(recorded) == before
 
 
+def test_a_key_may_be_set_before_the_run_is_named(recorded, monkeypatch, capsys):
+    monkeypatch.setattr(scripts.replay, "end_process", lambda code: code)
+    scripts.replay.main(["--training.deterministic", "false", str(recorded), "--step", "3"])
+    assert "equal in bits: steps 1 to 3" in capsys.readouterr().out
+
+
 def test_from_the_initial_weights(recorded):
     holds, said = said_by(replay, recorded, 3)
     assert holds
