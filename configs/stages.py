@@ -79,8 +79,7 @@ def _even_split(config: Config) -> Sequence[int]:
     stages = n_stages(config)
     layer, active = _mean_layer(model)
     vocabulary = model.vocab_size * model.dim
-    mixed = [mixed_elements(model, number, config.training.seq_len) for number in range(model.n_layers)]
-    layer_time = active + int(sum(mixed)) // model.n_layers
+    layer_time = active + _mean_mixed(model, config.training.seq_len)
     counts = [1] * stages
     time = [layer_time] * stages
     memory = [layer] * stages
@@ -108,6 +107,12 @@ def _mean_layer(model: AnyModel) -> tuple[int, int]:
     layers = range(model.n_layers)
     held = sum(layer_matrices(model, layer) for layer in layers) // model.n_layers
     return held, sum(active_matrices(model, layer) for layer in layers) // model.n_layers
+
+
+@cache  # a search for the fastest mesh asks a hundred thousand times
+def _mean_mixed(model: AnyModel, seq_len: int) -> int:
+    """Elements that a token is multiplied with to mix it with others, in the mean of all layers."""
+    return int(sum(mixed_elements(model, layer, seq_len) for layer in range(model.n_layers))) // model.n_layers
 
 
 def fewest_micro_batches(config: Config) -> int:
