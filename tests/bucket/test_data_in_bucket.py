@@ -58,22 +58,22 @@ def test_the_same_bits_as_from_a_disk_stopped_and_resumed_with_an_empty_cache(
     server: Ceph, place: Path, tmp_path: Path
 ):
     env = server.environment
-    for run, data in (("here", str(place / "data")), ("there", "s3://keel/data")):
+    for run, data in (("run_here", str(place / "data")), ("run_there", "s3://keel/data")):
         cache = {"job.output_dir": run, "data.cache_folder": "cache"}
         launch(tmp_path, words(place, data, **cache), ranks=2, env=env)
-    assert curve(tmp_path / "there") == curve(tmp_path / "here")
+    assert curve(tmp_path / "run_there") == curve(tmp_path / "run_here")
     for command in ("step {} 7", "find {} 'keel prepare'", "find {} --document 3", "ledger {} --step 12", "ledger {}"):
-        told, told_of_bucket = (keel_data(tmp_path, command.format(run), env) for run in ("here", "there"))
+        told, told_of_bucket = (keel_data(tmp_path, command.format(run), env) for run in ("run_here", "run_there"))
         assert len(told.splitlines()) >= 2
-        assert told_of_bucket.replace("s3://keel/data", str(place / "data")) == told.replace("here", "there")
+        assert told_of_bucket.replace("s3://keel/data", str(place / "data")) == told.replace("run_here", "run_there")
     halves = {"job.output_dir": "halves", "checkpoint.interval": "10"}
     for number, steps in enumerate(("10", "20")):
         own = {"data.cache_folder": f"cache-{number}", "training.steps": steps}
         outcome = launch(tmp_path, words(place, "s3://keel/data", **halves, **own), ranks=2, env=env)
         assert "requests were made by this rank for the data's list, headers and tables" in outcome.out
-    assert curve(tmp_path / "halves") == curve(tmp_path / "here")
+    assert curve(tmp_path / "halves") == curve(tmp_path / "run_here")
     assert [record.get("validation_loss") for record in records(tmp_path / "halves")] == [
-        record.get("validation_loss") for record in records(tmp_path / "here")
+        record.get("validation_loss") for record in records(tmp_path / "run_here")
     ]
 
 
@@ -155,7 +155,7 @@ def test_a_step_takes_as_long_as_from_a_disk_when_the_server_is_slow(
     keys = {"training.seq_len": "512", "data.cache_gib": "0"}
     for run, data in (("here", str(place / "large")), ("there", large)):
         launch(tmp_path, job(place, data, run, 40, **keys), env=slow)
-    here, there = records(tmp_path / "here")[5:], records(tmp_path / "there")[5:]
+    here, there = records(tmp_path / "run_here")[5:], records(tmp_path / "there")[5:]
     assert [record["loss"] for record in here] == [record["loss"] for record in there]
     waited = sum(record["data_seconds"] for record in there)
     assert waited < 0.1 * sum(record["step_seconds"] for record in there)

@@ -107,7 +107,7 @@ def test_of_two_launches_at_once_one_goes_on(server: Ceph, tmp_path: Path):
 
 
 def test_a_host_that_sleeps_and_wakes_has_lost_the_run(server: Ceph, tmp_path: Path):
-    """While it sleeps, another takes the run over and ends it; what it does afterwards changes nothing."""
+    """While it sleeps, another takes the run over and ends it; of what it puts then, nothing is committed or stays."""
     url = "s3://keel/asleep"
     words = f"{WORDS} --training.steps 500 --checkpoint.keep_last 3 --job.output_dir {url}"
     (tmp_path / "one").mkdir()
@@ -119,14 +119,16 @@ def test_a_host_that_sleeps_and_wakes_has_lost_the_run(server: Ceph, tmp_path: P
     os.killpg(first.pid, signal.SIGSTOP)
     outcome = launch(tmp_path / "other", words, env=server.environment)
     assert "resuming from" in outcome.out
-    kept = Bucket(url).list()
+    kept = committed(url)
     os.killpg(first.pid, signal.SIGCONT)
     woken = finish(first)
     assert woken.code == 1
     assert "error: incarnation 1 of this run was superseded by incarnation 2 (process " in woken.err
     assert "Traceback" not in woken.err
-    assert Bucket(url).list() == kept
-    launch(tmp_path, f"{WORDS} --training.steps 500 --job.output_dir whole")
+    assert committed(url) == kept
+    launch(tmp_path / "other", f"{words} --training.steps 510", env=server.environment)
+    assert not left_over(url)
+    launch(tmp_path, f"{WORDS} --training.steps 510 --job.output_dir whole")
     assert curve(tmp_path / "other/runs/s3/keel/asleep") == curve(tmp_path / "whole")
 
 

@@ -105,7 +105,7 @@ def test_calibration_beside_a_device_or_an_older_one_is_an_error_of_the_user(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_cpu_is_measured_and_planned_for(tmp_path, capsys, monkeypatch, ranks):
-    """A product of the job's shape runs here at about the measured rate; other work on the machine may slow either."""
+    """The rate is that of a product of the job's shape here, up to what other work on the machine slows either by."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = tmp_path / "mine.toml"
@@ -120,7 +120,8 @@ def test_a_cpu_is_measured_and_planned_for(tmp_path, capsys, monkeypatch, ranks)
         started = time.perf_counter()
         left @ right
         times.append(time.perf_counter() - started)
-    assert device.products == pytest.approx(2 * 1024 * 192 * 576 / min(times), rel=0.7)
+    fastest = 2 * 1024 * 192 * 576 / min(times)
+    assert fastest / 20 < device.products < 2 * fastest
     assert device.peak["float32"] == device.products
     assert 0 < device.launch < 1e-3
     assert 0 < device.host < 200e9
