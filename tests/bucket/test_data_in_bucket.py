@@ -155,7 +155,7 @@ def test_a_step_takes_as_long_as_from_a_disk_when_the_server_is_slow(
     keys = {"training.seq_len": "512", "data.cache_gib": "0"}
     for run, data in (("here", str(place / "large")), ("there", large)):
         launch(tmp_path, job(place, data, run, 40, **keys), env=slow)
-    here, there = records(tmp_path / "run_here")[5:], records(tmp_path / "there")[5:]
+    here, there = records(tmp_path / "here")[5:], records(tmp_path / "there")[5:]
     assert [record["loss"] for record in here] == [record["loss"] for record in there]
     waited = sum(record["data_seconds"] for record in there)
     assert waited < 0.1 * sum(record["step_seconds"] for record in there)
