@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -33,6 +34,14 @@ def committed(url: str) -> list[str]:
     return sorted(key for key in Bucket(url).list("checkpoints/") if key.endswith(f"/{MANIFEST_NAME}"))
 
 
+def begun(folder: Path, words: str, env: dict[str, str]) -> tuple[subprocess.Popen, threading.Thread]:
+    """A launch, and a thread that ends with it."""
+    process = start(folder, words, env=env)
+    ended = threading.Thread(target=process.wait)
+    ended.start()
+    return process, ended
+
+
 def waited_for(condition, ended: threading.Thread) -> None:
     while not condition():
         assert ended.is_alive()
@@ -44,9 +53,7 @@ def test_a_server_that_takes_one_megabyte_a_second_only_makes_the_next_save_wait
     url = "s3://keel/slow"
     with between(server.environment) as (way, environment):
         way.rate = 1e6
-        process = start(tmp_path, f"{WORDS} {LARGE} --training.steps 30 --job.output_dir {url}", env=environment)
-        ended = threading.Thread(target=process.wait)
-        ended.start()
+        process, ended = begun(tmp_path, f"{WORDS} {LARGE} --training.steps 30 --job.output_dir {url}", env=environment)
         run = tmp_path / "runs/s3/keel/slow"
         waited_for(lambda: (run / "metrics.jsonl").exists() and len(curve(run)) == 20, ended)
         assert not committed(url)  # training has gone on to the next save
@@ -65,9 +72,7 @@ def test_a_server_that_is_busy_for_half_a_minute_costs_the_run_nothing(server: C
     """From the middle of a save on, every request is answered with 503 (SlowDown)."""
     url = "s3://keel/busy"
     with between(server.environment) as (way, environment):
-        process = start(tmp_path, f"{WORDS} {LARGE} --training.steps 60 --job.output_dir {url}", env=environment)
-        ended = threading.Thread(target=process.wait)
-        ended.start()
+        process, ended = begun(tmp_path, f"{WORDS} {LARGE} --training.steps 60 --job.output_dir {url}", env=environment)
         waited_for(lambda: committed(url), ended)
         way.rate = 1e6
         waited_for(lambda: left_over(url), ended)
@@ -112,9 +117,7 @@ def test_a_host_that_sleeps_and_wakes_has_lost_the_run(server: Ceph, tmp_path: P
     words = f"{WORDS} --training.steps 500 --checkpoint.keep_last 3 --job.output_dir {url}"
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
-    first = start(tmp_path / "one", words, env=server.environment)
-    ended = threading.Thread(target=first.wait)
-    ended.start()
+    first, ended = begun(tmp_path / "one", words, env=server.environment)
     waited_for(lambda: len(committed(url)) == 3, ended)
     os.killpg(first.pid, signal.SIGSTOP)
     outcome = launch(tmp_path / "other", words, env=server.environment)
@@ -137,9 +140,7 @@ def test_credentials_that_expire_in_a_save_cost_no_step_that_was_committed(serve
     words = f"{WORDS} {LARGE} --training.steps 300 --job.output_dir {url}"
     said = "s3://keel/expired: the credentials have expired; renew them in the environment"
     with between(server.environment) as (way, environment):
-        process = start(tmp_path, words, env=environment)
-        ended = threading.Thread(target=process.wait)
-        ended.start()
+        process, ended = begun(tmp_path, words, env=environment)
         waited_for(lambda: committed(url), ended)
         way.rate = 1e6
         waited_for(lambda: left_over(url), ended)  # a save is on its way

@@ -182,15 +182,20 @@ def test_the_same_jobs_without_it_do_not_hang(tmp_path, words):
     assert problem(tmp_path, 4, *words) is None
 
 
-@pytest.mark.slow
-def test_the_command_names_the_line_of_a_users_own_code(tmp_path, capsys):
-    (tmp_path / "my_loss.py").write_text(
+def write_loss(file: Path, summing_ranks: str) -> None:
+    """A user's own loss, in which some ranks alone add something up."""
+    file.write_text(
         "import torch\nimport torch.distributed as dist\n\n\n"
         "def counting(logits, targets):\n"
-        "    if dist.is_initialized() and dist.get_rank() == 1:\n"
+        f"    if dist.is_initialized() and dist.get_rank() {summing_ranks}:\n"
         "        dist.all_reduce(torch.ones(1))\n"
         "    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]\n"
     )
+
+
+@pytest.mark.slow
+def test_the_command_names_the_line_of_a_users_own_code(tmp_path, capsys):
+    write_loss(tmp_path / "my_loss.py", summing_ranks="== 1")
     job = tmp_path / "job.toml"
     job.write_text('base = "debug.toml"\n[training]\nloss = "my_loss:counting"\n')
     assert plan.main([str(job), "--ranks", "2", "--prove", "--json"]) == 1
@@ -203,13 +208,7 @@ def test_the_command_names_the_line_of_a_users_own_code(tmp_path, capsys):
 @pytest.mark.slow
 def test_what_one_rank_inside_a_large_world_does_is_found_when_all_are_rehearsed(tmp_path, capsys):
     """Rank 13 of 32, which is at no edge of the mesh, leaves out a sum that all others do."""
-    (tmp_path / "my_odd_loss.py").write_text(
-        "import torch\nimport torch.distributed as dist\n\n\n"
-        "def counting(logits, targets):\n"
-        "    if dist.is_initialized() and dist.get_rank() != 13:\n"
-        "        dist.all_reduce(torch.ones(1))\n"
-        "    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]\n"
-    )
+    write_loss(tmp_path / "my_odd_loss.py", summing_ranks="!= 13")
     job = tmp_path / "job.toml"
     job.write_text(
         'base = "debug.toml"\n[training]\nloss = "my_odd_loss:counting"\nglobal_batch_size = 32\n'

@@ -2,7 +2,7 @@
 
 The block is the one that trains: the model's own code, with a rank's shard of the matrices and the job's activation
 checkpointing. Its tensors are fake: they have shapes, but no memory, so that a block of a 405B model costs as little as
-a toy's. Nothing is known here of any model.
+a toy's. Nothing is known here of any model, except whether query heads share keys.
 
 The fake tensors are the CPU's on every machine, so that all ranks, and `keel plan`, find the same bytes. They are found
 once: in memory, and in the user's cache folder, by a hash of all that they depend on.
