@@ -9,10 +9,12 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,13 +44,24 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     crash: IO[str]
-    """Receives the stack of a worker that dies outside of Python."""
+    """Receives the stack of a worker that dies outside of Python, or is asked for its position."""
 
     def end(self) -> str:
         """Describe how the worker ended."""
         self.process.join(timeout=5)
         self.crash.seek(0)
         return f"{self.crash.read()}the process died (exit code {self.process.exitcode})"
+
+    def position(self) -> str:
+        """Describe where the worker is: its result, if it has one by now, otherwise its stack."""
+        if self.connection.poll(1):
+            with suppress(EOFError):
+                return str(self.connection.recv()[1])
+            return self.end()
+        os.kill(cast(int, self.process.pid), signal.SIGUSR1)
+        time.sleep(0.5)  # faulthandler writes within milliseconds
+        self.crash.seek(0)
+        return self.crash.read()
 
     def was_killed(self) -> bool:
         """Whether it has ended by a signal."""
@@ -103,8 +116,9 @@ class RankPool:
                 if is_error:  # the others may be waiting for it in a collective
                     rank, results[rank] = _cause(workers, rank, results[rank])
                     error = RankDied if workers[rank].was_killed() else RuntimeError
+                    others = _positions(workers, pending.values()) if "Timed out" in results[rank] else ""
                     self.close(patience_seconds=0)
-                    raise error(f"rank {rank} of {len(workers)}: {results[rank]}")
+                    raise error(f"{others}rank {rank} of {len(workers)}: {results[rank]}")
         _end(retired, patience_seconds=5)
         self._workers = [worker for worker in self._workers if worker not in retired]
         return [results[rank] for rank in range(len(workers))]
@@ -122,6 +136,11 @@ def _cause(workers: list[_Worker], rank: int, error: str) -> tuple[int, str]:
         if worker.process.sentinel in dead:
             return other, worker.end()
     return rank, error
+
+
+def _positions(workers: list[_Worker], ranks: Iterable[int]) -> str:
+    """Describe where ranks are for which another rank has waited until its time-out: there lies the cause."""
+    return "".join(f"meanwhile, rank {rank} of {len(workers)}: {workers[rank].position()}\n" for rank in ranks)
 
 
 def _start_worker(backend: str) -> _Worker:
@@ -149,7 +168,9 @@ def _end(workers: list[_Worker], patience_seconds: float) -> None:
 
 
 def _work(connection: Connection, crash: str) -> None:
-    faulthandler.enable(open(crash, "w"))  # noqa: SIM115
+    report = open(crash, "w")  # noqa: SIM115
+    faulthandler.enable(report)
+    faulthandler.register(signal.SIGUSR1, report)
     torch.set_num_threads(1)
     n_modules = 0
     while True:

@@ -1,6 +1,7 @@
 """A pool's workers, over many cases."""
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -84,5 +85,22 @@ def test_a_rank_that_dies_ends_the_others_and_says_where():
             RankDied, match=r"(?s)rank 1 of 2: .* in end_on_rank_one.*the process died \(exit code -6\)$"
         ):
             pool.run(2, end_on_rank_one)
+    finally:
+        pool.close()
+
+
+def wait_for_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_a_time_out_says_where_the_other_ranks_are():
+    pool = RankPool(size=2, timeout_seconds=3)
+    try:
+        with pytest.raises(RuntimeError) as error:
+            pool.run(2, wait_for_rank_one)
+        assert re.search(r'(?s)^meanwhile, rank 1 of 2: .*", line \d+ in wait_for_rank_one', str(error.value))
+        assert re.search(r"(?s)\nrank 0 of 2: .*Timed out waiting 3000ms", str(error.value))
     finally:
         pool.close()
