@@ -86,7 +86,7 @@ class Outcome:
     """The fault that was found; empty if there is none."""
     trace: str = ""
     """Where it came from, of a crash."""
-    has_died: bool = False
+    is_lost: bool = False
     """Whether a rank's process ended by a signal."""
 
 
@@ -390,7 +390,7 @@ def _some(dice: random.Random, probability: float, keys: Keys) -> Keys:
 
 def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
     """Train a draw and its reference, and compare."""
-    from scripts.rank_pool import RankDied
+    from scripts.rank_pool import RankLost
 
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -404,7 +404,7 @@ def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
         last = str(error).strip().splitlines()[-1]
         if last.startswith("configs.errors."):
             return Outcome(refused=_kind(last))
-        return Outcome(fault=f"crash: {last}", trace=str(error), has_died=isinstance(error, RankDied))
+        return Outcome(fault=f"crash: {last}", trace=str(error), is_lost=isinstance(error, RankLost))
 
 
 def _job_file(config_name: str, stages: Sequence[str], folder: Path) -> str:
@@ -500,9 +500,8 @@ def _less(drawn: Draw, where: str, key: str) -> Draw:
 # --------------------------------------------------------------------------- many
 
 
-_DEATHS = 1
-"""Times that a rank may die and its job is tried once more. One in some 10,000 jobs has died of a corrupted heap, as a
-thread of gloo noticed while the first step ran (torch 2.13). Repeated, it was right, and valgrind found nothing."""
+_TIMES_LOST = 1
+"""Times that a rank may be lost and its job is tried once more (see `RankLost`): one in some 10,000 jobs."""
 
 
 def run_random(config_name: str, jobs: int, seed: int) -> int:
@@ -513,14 +512,14 @@ def run_random(config_name: str, jobs: int, seed: int) -> int:
     started = time.perf_counter()
     reasons = Counter[str]()
     wrong = 0
-    deaths = 0
+    times_lost = 0
     print(f"{jobs} jobs of seed {seed}")
     try:
         for number in range(jobs):
             drawn = draw(seed, number)
             outcome = attempt(pool, config_name, drawn)
-            if outcome.has_died and deaths < _DEATHS:
-                deaths += 1
+            if outcome.is_lost and times_lost < _TIMES_LOST:
+                times_lost += 1
                 print(f"job {number}: {outcome.fault}\n    {drawn.command(config_name)}\n{outcome.trace}", flush=True)
                 print("  tried once more:", flush=True)
                 outcome = attempt(pool, config_name, drawn)

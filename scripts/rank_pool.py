@@ -35,8 +35,12 @@ PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "trainer.run")
 """Modules imported before workers are forked, besides this one, because each import takes seconds."""
 
 
-class RankDied(RuntimeError):
-    """A rank's process ended outside of Python, by a signal."""
+class RankLost(RuntimeError):
+    """A rank's process ended by a signal, or its collective by a time-out.
+
+    Once in about a million collectives, torch 2.13 does either by itself on gloo: its heap is corrupted, also in a
+    program of thirty lines without Keel that only calls functional collectives. Callers may try once more.
+    """
 
 
 @dataclass
@@ -83,7 +87,7 @@ class RankPool:
         The function must be importable (a module's top level), arguments and results picklable.
 
         Raises:
-            RankDied: a rank's process ended by a signal.
+            RankLost: a rank's process ended by a signal, or a collective by a time-out.
             RuntimeError: a rank raised; its traceback is the message.
         """
         if ranks > self.size:
@@ -115,8 +119,9 @@ class RankPool:
                     retired.append(workers[rank])
                 if is_error:  # the others may be waiting for it in a collective
                     rank, results[rank] = _cause(workers, rank, results[rank])
-                    error = RankDied if workers[rank].was_killed() else RuntimeError
-                    others = _positions(workers, pending.values()) if "Timed out" in results[rank] else ""
+                    timed_out = "Timed out" in results[rank]
+                    error = RankLost if timed_out or workers[rank].was_killed() else RuntimeError
+                    others = _positions(workers, pending.values()) if timed_out else ""
                     self.close(patience_seconds=0)
                     raise error(f"{others}rank {rank} of {len(workers)}: {results[rank]}")
         _end(retired, patience_seconds=5)

@@ -1,8 +1,10 @@
 """Fixtures for all tests: the repository as the current folder, and gloo ranks that are started once."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,11 +26,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "test_documented_commands" not in item.nodeid)
 
 
+def repeating_once(run: Callable) -> Callable:
+    """`RankPool.run`, which repeats one of all its calls if that call loses a rank."""
+    from scripts.rank_pool import RankLost
+
+    lost: list[RankLost] = []
+
+    def run_again(n: int, function: Callable, *arguments: Any) -> list[Any]:
+        try:
+            return run(n, function, *arguments)
+        except RankLost as error:
+            if lost:
+                raise
+            lost.append(error)
+            warnings.warn(f"tried once more: {error}", stacklevel=2)
+            return run(n, function, *arguments)
+
+    return run_again
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable]:
-    """`ranks(n, function, *arguments)`: call it on n ranks, return the list of their results."""
+    """`ranks(n, function, *arguments)`: call it on n ranks, return the list of their results.
+
+    Once a session, a call that loses a rank is repeated, with a warning that says where the ranks were.
+    """
     from scripts.rank_pool import RankPool
 
     pool = RankPool(size=8, timeout_seconds=300)  # ranks of a busy machine compile one after the other
-    yield pool.run
+    yield repeating_once(pool.run)
     pool.close()

@@ -12,7 +12,7 @@ from parallelisms.torch_internals import has_zero_bubble
 from scripts import parity, parity_random, rank_pool
 from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, run_random, shrunk
 from scripts.parity_rows import words
-from scripts.rank_pool import RankDied
+from scripts.rank_pool import RankLost
 from trainer import step
 
 CONFIG = "parity.toml"
@@ -168,7 +168,7 @@ class DyingPool:
     def run(self, n, function, *arguments):
         self.calls += 1
         if self.calls in self.dying:
-            raise RankDied("rank 0 of 2: the process died (exit code -6)")
+            raise RankLost("rank 0 of 2: the process died (exit code -6)")
         return [SimpleNamespace(passes=lambda dtype: True)]
 
     def close(self):

@@ -12,7 +12,8 @@ import torch
 from scripts import rank_pool
 from scripts.parity import dtype_overrides, run_rows
 from scripts.parity_rows import table
-from scripts.rank_pool import MANY_THREADS, RankDied, RankPool
+from scripts.rank_pool import MANY_THREADS, RankLost, RankPool
+from tests.conftest import repeating_once
 
 CONFIG = "parity.toml"
 CHOSEN = ("FSDP 2, full, compiled, accumulation 2", "TP 2, none, eager, accumulation 1")
@@ -82,7 +83,7 @@ def test_a_rank_that_dies_ends_the_others_and_says_where():
     pool = RankPool(size=2)
     try:
         with pytest.raises(
-            RankDied, match=r"(?s)rank 1 of 2: .* in end_on_rank_one.*the process died \(exit code -6\)$"
+            RankLost, match=r"(?s)rank 1 of 2: .* in end_on_rank_one.*the process died \(exit code -6\)$"
         ):
             pool.run(2, end_on_rank_one)
     finally:
@@ -98,9 +99,28 @@ def wait_for_rank_one() -> None:
 def test_a_time_out_says_where_the_other_ranks_are():
     pool = RankPool(size=2, timeout_seconds=3)
     try:
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RankLost) as error:
             pool.run(2, wait_for_rank_one)
         assert re.search(r'(?s)^meanwhile, rank 1 of 2: .*", line \d+ in wait_for_rank_one', str(error.value))
         assert re.search(r"(?s)\nrank 0 of 2: .*Timed out waiting 3000ms", str(error.value))
     finally:
         pool.close()
+
+
+def test_one_call_that_loses_a_rank_is_repeated_with_a_warning():
+    calls = []
+
+    def losing(n, function, number):
+        calls.append(number)
+        if calls.count(number) <= function:
+            raise RankLost(f"rank 0 of {n} in call {number}")
+        return [number] * n
+
+    run = repeating_once(losing)
+    with pytest.warns(UserWarning, match="tried once more: rank 0 of 2 in call 1"):
+        assert run(2, 1, 1) == [1, 1]
+    with pytest.raises(RankLost):
+        run(2, 1, 2)
+    with pytest.warns(UserWarning, match="in call 3"), pytest.raises(RankLost):
+        repeating_once(losing)(2, 2, 3)
+    assert calls == [1, 1, 2, 3, 3]
