@@ -98,7 +98,7 @@ class CheckpointManager:
             folder: the `checkpoints/` of the run folder; created if missing.
             settings: the table `[checkpoint]`.
             run: stored in each checkpoint, and compared with the one that is resumed.
-            log: called on rank 0.
+            log: called on rank 0, and on any rank that can't pin its memory.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
             storage: where checkpoints are; None: in `folder`, which all ranks see.
         """
@@ -113,7 +113,7 @@ class CheckpointManager:
         # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         self._reader = Reader(folder, settings, self._run, self._log, self._group)
-        self._stager = Stager(self._log.warning)
+        self._stager = Stager(log.warning)
         self._plans = Plans()
         self._mode = settings.mode
         self._pending: _Save | None = None

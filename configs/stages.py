@@ -80,7 +80,6 @@ def _even_split(config: Config) -> Sequence[int]:
     layer, active = _mean_layer(model)
     vocabulary = model.vocab_size * model.dim
     layer_time = active + _mean_mixed(model, config.training.seq_len)
-    counts = [1] * stages
     time = [layer_time] * stages
     memory = [layer] * stages
     memory[0] += vocabulary
@@ -90,13 +89,22 @@ def _even_split(config: Config) -> Sequence[int]:
         joined = 2 * model.dim**2
         memory[-1] += further * (layer + joined) + vocabulary
         time[-1] += further * (layer_time + joined + vocabulary)
-    least = [(time[stage], memory[stage], -stage) for stage in range(stages)]
+    return _filled(model.n_layers, tuple(time), tuple(memory), layer_time, layer)
+
+
+@cache  # a search asks for the same split of thousands of jobs
+def _filled(
+    n_layers: int, time: tuple[int, ...], memory: tuple[int, ...], layer_time: int, layer: int
+) -> Sequence[int]:
+    """Add layers, one by one, to stages that have one each: to the one with the least time, then the least memory."""
+    counts = [1] * len(time)
+    least = [(time[stage], memory[stage], -stage) for stage in range(len(time))]
     heapify(least)
-    for _ in range(model.n_layers - stages):
+    for _ in range(n_layers - len(time)):
         least_time, least_memory, place = least[0]
         counts[-place] += 1
         heapreplace(least, (least_time + layer_time, least_memory + layer, place))
-    return counts
+    return tuple(counts)
 
 
 @cache

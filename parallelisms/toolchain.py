@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def require_cache_folders(environment: MutableMapping[str, str]) -> None:
                 "to another folder, or unset it"
             )
     is_open = TRITON_FOLDER not in environment and "TRITON_HOME" not in environment
-    if is_open and not os.access(_nearest(Path.home() / ".triton" / "cache"), os.W_OK):
-        environment[TRITON_FOLDER] = str(Path(tempfile.gettempdir()) / f"triton_{_user()}")
+    if is_open and _refuses_files(_nearest(Path.home() / ".triton" / "cache")):
+        environment[TRITON_FOLDER] = str(_own_folder(Path(tempfile.gettempdir()) / f"triton_{_user()}"))
 
 
 def require_compiler(job: LoadedConfig, device_type: str) -> None:
@@ -84,10 +85,27 @@ def _unwritable(folder: Path) -> str:
     """Why no file can be made in a folder, which may have to be made; "" if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return _refuses_files(folder)
+
+
+def _refuses_files(folder: Path) -> str:
+    """Why no file can be made in a folder that exists; "" if one can. (`os.access` lets root write anywhere.)"""
+    try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:
         return error.strerror or str(error)
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder, which other users must not write to, since what is in it is run; another one if it is somebody's."""
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_dir() and folder.stat().st_uid == os.getuid():
+            return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}_"))
 
 
 def _nearest(folder: Path) -> Path:

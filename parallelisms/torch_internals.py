@@ -382,7 +382,19 @@ def recorded_by_nccl() -> bytes:
 
 def collectives_issued() -> dict[str, int]:
     """The number of collectives that this rank has issued in each of its groups; torch counts them anyway."""
-    return {_described(group): cast(Any, group)._get_sequence_number_for_group() for group in process_groups()}
+    issued = {}
+    for group in process_groups():
+        backends = _backends_of(group)
+        for backend in backends:
+            by = f" by {backend.name()}" if len(backends) > 1 else ""
+            issued[_described(group) + by] = backend._get_sequence_number_for_group()
+    return issued
+
+
+def _backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """The backends of a group: on GPUs NCCL and gloo, each with numbers of its own."""
+    backends = [cast(Any, group)._get_backend(device) for device in group._device_types]
+    return list({backend.name(): backend for backend in backends}.values())
 
 
 def _described(group: dist.ProcessGroup) -> str:

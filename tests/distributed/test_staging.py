@@ -1,14 +1,18 @@
 """What several ranks on several hosts stage for a checkpoint: what is held twice is staged twice."""
 
 import socket
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from checkpoint import staging
+from checkpoint.manager import CheckpointManager
+from checkpoint.reader import Description, Log
 from checkpoint.shards import Shard
 from checkpoint.staging import crowded_hosts, measure_memory
+from configs.schema import Checkpoint
 
 FREE = 10_000
 
@@ -37,3 +41,18 @@ def test_memory_of_all_ranks(ranks):
     assert found[0] == {"host 0": (staged["host 0"], FREE), "host 1": (staged["host 1"], FREE + 1)}
     assert not crowded_hosts(found[0])
     assert crowded_hosts({"a": (95, 100), "b": (96, 100)}) == {"b": (96, 100)}
+
+
+def warnings_of_a_host_that_pins_nothing(folder):
+    said = []
+    manager = CheckpointManager(Path(folder), Checkpoint(), Description({}, {}), Log(warning=said.append))
+    with mock.patch.object(staging, "free_memory", return_value=0):
+        manager._stager._pin(torch.zeros(8, dtype=torch.uint8))
+    manager.close()
+    return said
+
+
+def test_any_rank_warns_that_it_cannot_pin_its_memory(ranks, tmp_path):
+    for said in ranks(2, warnings_of_a_host_that_pins_nothing, str(tmp_path)):
+        assert len(said) == 1
+        assert said[0].startswith("this host cannot pin 8 bytes of those that a checkpoint is copied to")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelisms.torch_internals import abort_collectives, recorded_by_nccl, uses_nccl
+from parallelisms.torch_internals import abort_collectives, collectives_issued, recorded_by_nccl, uses_nccl
 from tests.null_gpu.test_axes import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,22 @@ def test_every_communicator_is_aborted_and_the_ranks_know_each_other_still(fresh
     assert recorded.count("nccl:all_reduce") == 2
 
 
+def issued() -> dict[str, int]:
+    """On a rank: what it counts after two collectives on the GPU and one on the CPU, in one group."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    for _ in range(2):
+        dist.all_reduce(torch.ones(4, device="cuda"))
+    before = collectives_issued()
+    dist.all_reduce(torch.ones(4))
+    after = collectives_issued()
+    return {name.rpartition(" by ")[2]: after[name] - before[name] for name in after}
+
+
+def test_collectives_on_the_cpu_are_counted_apart(fresh_null_rank):
+    """A rank that lacks in the vote on a save has issued as many of NCCL's as the others."""
+    assert fresh_null_rank(1, issued) == [{"nccl": 0, "gloo": 1}]
+
+
 @pytest.mark.long
 def test_a_rank_that_fails_ends_the_others_in_seconds(null_gpus, tmp_path):
     """Rank 0 is stuck in a launch, where no exception reaches it."""
@@ -74,7 +90,9 @@ def test_a_rank_that_fails_ends_the_others_in_seconds(null_gpus, tmp_path):
     [folder] = (tmp_path / "run" / "hangs").iterdir()
     text = (folder / "rank-00000.txt").read_text()
     assert "one_fails.py" in text.partition("Python stacks:")[2]
-    trace = pickle.loads((folder / "nccl_trace_rank_0").read_bytes())
-    assert any("all_gather" in entry["profiling_name"] for entry in trace["entries"])
+    assert (folder / "rank-00001.txt").read_text().splitlines()[0].endswith("planted; training after step 1 for 0 s")
+    for rank in range(2):
+        trace = pickle.loads((folder / f"nccl_trace_rank_{rank}").read_bytes())
+        assert any("all_gather" in entry["profiling_name"] for entry in trace["entries"])
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT = 1" in said
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING = 0 (from the environment)" in said

@@ -137,10 +137,14 @@ class Peers:
         self._ask("set", key, signed(key, json.dumps(value)))
 
     def _existing(self, keys: dict[int, str]) -> dict[int, str]:
-        """Those of some keys under which something is written: one request if it is under all."""
+        """Those of some keys under which something is written: one request if it is under all, else by halves."""
         if not keys or self._ask("check", list(keys.values())):
             return keys
-        return {number: key for number, key in keys.items() if self._ask("check", [key])}
+        if len(keys) == 1:
+            return {}
+        items = list(keys.items())
+        middle = len(items) // 2
+        return self._existing(dict(items[:middle])) | self._existing(dict(items[middle:]))
 
     def _read(self, keys: Mapping[int, str]) -> dict[int, Any]:
         """What ranks have written under keys that exist, in one request; without what somebody else has."""
@@ -213,10 +217,9 @@ class Peers:
         if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun gives a host consecutive ranks
             first = self.own.rank - int(os.environ["LOCAL_RANK"])
             count = int(os.environ["LOCAL_WORLD_SIZE"])
-        unknown = [rank for rank in range(first, first + count) if rank not in self._neighbors]
-        for beat in self.beats(unknown):
-            if self.own.space and beat.space == self.own.space:
-                self._neighbors[beat.rank] = beat
+        self.beats(rank for rank in range(first, first + count) if rank not in self._latest)
+        known = list(self._latest.values())
+        self._neighbors = {beat.rank: beat for beat in known if self.own.space and beat.space == self.own.space}
 
     def lost_neighbors(self, step: int) -> list[Loss]:
         """Ranks of this host whose process is stopped, or is gone without having announced its end.

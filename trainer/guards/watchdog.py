@@ -88,7 +88,8 @@ class Watchdog:
         self._late: list[Loss] = []
         """Ranks that the others wait for, according to the last report of a hang."""
         self._reported: Any = None
-        self._has_warned = False
+        self._warned: set[str] = set()
+        self._refreshed = time.monotonic()
         self._collect: tuple[dict[str, Any], float] | None = None
         """The hang that this rank has announced, and when to evaluate the ranks' answers."""
         self._closed = threading.Event()
@@ -111,6 +112,8 @@ class Watchdog:
         if self._closed.is_set():
             return
         self._closed.set()
+        if why and uses_nccl():  # the others are about to be stuck, and write theirs: `torchfrtrace` compares them all
+            self._leave_report(why.splitlines()[0])
         with suppress(RuntimeError):
             self.peers.leave(why)
             if why and self.peers.is_first("failed"):  # of ranks that fail alike, one tells
@@ -183,37 +186,45 @@ class Watchdog:
     # ------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        refreshed = time.monotonic()
         period = min(PERIOD_SECONDS, self._timeout / 16)
         while not self._closed.wait(period):
-            self._look_for_the_dead()
-            step, doing, began, may_last = mark = self._mark
-            seconds = time.monotonic() - began
-            if self.rank == 0 and self.incarnation:
-                with suppress(OSError):
-                    self.incarnation.show_life()
-            if self.rank == 0 and time.monotonic() - refreshed >= REFRESH_SECONDS:
-                refreshed = time.monotonic()
-                self._refresh()
-            with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run continues
-                self.peers.beat(step, doing, time.time() - seconds)
-                self.peers.find_neighbors()
-                self._look_for_the_silent()
-                if self.rank == 0:
-                    self._show_life()
-                if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
-                    self._reported = mark
-                    self._announce({"step": step, "doing": doing, "seconds": seconds}, period)
-                if may_last and self.rank > 0 and not self.peers.silent(2 * period, [0]):
-                    self._last_heard = time.monotonic()
-                self._hear()
-                if self.peers.forged and not self._has_warned:
-                    self._has_warned = True
-                    self._warn(self.peers.forged)
-                if self._collect and time.monotonic() >= self._collect[1]:
-                    self._judge(self._collect[0])
+            try:
+                self._look_around(period)
+            except Exception as error:  # as of torch, on a group that is being destroyed; without this thread, no end
+                self._warn(f"the watchdog goes on after an error: {error!r}")
+
+    def _look_around(self, period: float) -> None:
+        self._look_for_the_dead()
+        step, doing, began, may_last = mark = self._mark
+        seconds = time.monotonic() - began
+        if self.rank == 0 and self.incarnation:
+            with suppress(OSError):
+                self.incarnation.show_life()
+        if self.rank == 0 and time.monotonic() - self._refreshed >= REFRESH_SECONDS:
+            self._refreshed = time.monotonic()
+            self._refresh()
+        with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run continues
+            self.peers.beat(step, doing, time.time() - seconds)
+            self.peers.find_neighbors()
+            self._look_for_the_silent()
+            if self.rank == 0:
+                self._show_life()
+            if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
+                self._reported = mark
+                self._announce({"step": step, "doing": doing, "seconds": seconds}, period)
+            if may_last and self.rank > 0 and not self.peers.silent(2 * period, [0]):
+                self._last_heard = time.monotonic()
+            self._hear()
+            if self.peers.forged:
+                self._warn(self.peers.forged)
+            if self._collect and time.monotonic() >= self._collect[1]:
+                self._judge(self._collect[0])
 
     def _warn(self, line: str) -> None:
+        """Warn, once for each line."""
+        if line in self._warned:
+            return
+        self._warned.add(line)
         append_to_log(self._folder, f"warning: {line}")
         with suppress(OSError, ValueError):  # its reader may have ended; a progress bar may have replaced sys.stderr
             print(f"[rank {self.rank}] warning: {line}", file=sys.__stderr__, flush=True)
@@ -226,13 +237,15 @@ class Watchdog:
         for loss in self.peers.lost_neighbors(self._mark[0]):
             if loss.is_dead and loss.beat.rank not in self._lost:
                 self._lose(loss)
+                if uses_nccl() and self.peers.is_first(f"lost {loss.beat.rank}"):
+                    append_to_log(self._folder, f"lost: {loss}")  # NCCL may end this process before the grace is over
                 with suppress(RuntimeError):
                     self.peers.tell({"lost": asdict(loss)})
         if not self._lost or self._closed.is_set():
             return
         grace = NCCL_GRACE_SECONDS if uses_nccl() else GRACE_SECONDS
         if time.monotonic() - self._lost_since > grace:
-            self._leave_report()
+            self._leave_report(said_of(list(self._lost.values())))
             # The device, and ranks that are connected to this one, stop waiting; it may wait for a device that hangs.
             aborting = threading.Thread(target=abort_collectives, name="abort", daemon=True)
             aborting.start()
@@ -253,11 +266,11 @@ class Watchdog:
         if news:
             self.peers.tell({"silent": news})
 
-    def _leave_report(self) -> None:
-        """Write where this rank is stuck, and its last collectives, before it is ended."""
+    def _leave_report(self, why: str) -> None:
+        """Write where this rank is, and its last collectives, before it ends."""
         step, doing, began, _ = self._mark
-        header = f"{said_of(list(self._lost.values()))}; {doing} after step {step} for {time.monotonic() - began:.0f} s"
-        with suppress(OSError):
+        header = f"{why}; {doing} after step {step} for {time.monotonic() - began:.0f} s"
+        with suppress(Exception):  # nothing that a report lacks may keep a rank from ending
             write_report(self._report_file(step), self.peers.own, header)
 
     def _lose(self, loss: Loss) -> None:

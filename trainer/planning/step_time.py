@@ -275,6 +275,8 @@ class Rank(LayerTime):
 
     def pass_of(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of a layer, computed once for each kind."""
+        if (found := self.known.get((layer,))) is not None:
+            return found
         kind = (
             self.memory.model.kind_of_block(layer, self.memory.frozen),
             tokens_seen(self.config.model, layer, self.config.training.seq_len),
@@ -283,7 +285,13 @@ class Rank(LayerTime):
         if kind not in self.known:
             again = sum(self.repeated(layer).values())
             self.known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
+        self.known[layer,] = self.known[kind]
         return self.known[kind]
+
+    @cached_property
+    def _seconds_of_passes(self) -> list[tuple[float, float]]:
+        seconds = {id(each): (sum(each[0].values()), sum(each[1].values())) for each in self.passes}
+        return [seconds[id(each)] for each in self.passes]
 
     # ------------------------------------------------------------------------- FSDP, beside the layers
 
@@ -327,10 +335,12 @@ class Rank(LayerTime):
         return axis, n_bytes, self.network.seconds(op, n_bytes, ranks, stride)
 
     def _seconds_of(self, *parts: str) -> list[float]:
-        """Seconds of these parts of each group's traffic, its experts' included."""
-        return [
-            sum(seconds for part, (_, _, seconds) in each.items() if part.startswith(parts)) for each in self._traffic
-        ]
+        """Seconds of these parts of each group's traffic, its experts' included; groups of a kind share it."""
+        totals = {
+            id(each): sum(seconds for part, (_, _, seconds) in each.items() if part.startswith(parts))
+            for each in {id(each): each for each in self._traffic}.values()
+        }
+        return [totals[id(each)] for each in self._traffic]
 
     @cached_property
     def _gathers(self) -> list[float]:
@@ -340,13 +350,15 @@ class Rank(LayerTime):
     def _reduces(self) -> list[float]:
         return self._seconds_of("reduce", "sum")
 
-    def _gathers_again(self, group: int) -> bool:
-        """Whether the backward pass gathers a group that the forward pass has freed."""
-        memory = self.memory
+    @cached_property
+    def _gathers_again(self) -> list[bool]:
+        """Whether the backward pass gathers each group, which the forward pass has freed."""
+        groups = self.memory.groups
         reshard = reshard_after_forward(self.config.fsdp)
-        if memory.groups[group].name == "root" or reshard == "never":
-            return False
-        return reshard == "always" or (self.sizes.pp == 1 and group < len(memory.groups) - 1)
+        again = [reshard == "always" or (reshard != "never" and self.sizes.pp == 1)] * len(groups)
+        if reshard != "always":
+            again[-1] = False
+        return [each and group.name != "root" for each, group in zip(again, groups, strict=True)]
 
     def fsdp(self, gathers: bool, reduces: bool) -> tuple[BesidePass, BesidePass]:
         """FSDP beside the forward and the backward pass of a micro-batch through all layers of the rank.
@@ -357,15 +369,15 @@ class Rank(LayerTime):
         """
         n = len(self.passes)
         gather = [seconds * gathers for seconds in self._gathers]
-        again = [seconds * self._gathers_again(g) for g, seconds in enumerate(self._gathers)]
+        again = [seconds * is_gathered for seconds, is_gathered in zip(self._gathers, self._gathers_again, strict=True)]
         reduce = [seconds * reduces for seconds in self._reduces]
         in_forward = gather[0]
         in_backward = reduce[0]
-        for g, (forward, backward) in enumerate(self.passes):
+        for g, (forward, backward) in enumerate(self._seconds_of_passes):
             beside_forward = gather[g + 1] if g + 1 < n else 0.0
             beside_backward = (again[g - 1] if g else 0.0) + (reduce[g + 1] if g + 1 < n else 0.0)
-            in_forward += max(0.0, beside_forward - sum(forward.values()))
-            in_backward += max(0.0, beside_backward - sum(backward.values()))
+            in_forward += max(0.0, beside_forward - forward)
+            in_backward += max(0.0, beside_backward - backward)
         to_gather, to_reduce = self._copies(gathers, reduces)
         return (
             BesidePass(sum(gather), 0.0, in_forward, to_gather),
@@ -374,14 +386,22 @@ class Rank(LayerTime):
 
     def _copies(self, gathers: bool, reduces: bool) -> tuple[float, float]:
         """Seconds in which FSDP copies to and from its buffers, and gradients are added up, forward and backward."""
-        memory = self.memory
-        forward = 0.0
-        backward = self._added_up / memory.micro_batches
-        for place, group in enumerate(memory.groups if memory.uses_fsdp else ()):
-            forward += 2 * group.gathered_bytes * gathers
-            backward += 2 * group.gathered_bytes * self._gathers_again(place)
-            backward += reduces * group.trained * (memory.compute_bytes + memory.reduce_bytes)
+        gathered, again, trained = self._copied
+        forward = 2 * gathered * gathers
+        backward = 2 * again + reduces * trained * (self.memory.compute_bytes + self.memory.reduce_bytes)
+        backward += self._added_up / self.memory.micro_batches
         return forward / self.device.memory, backward / self.device.memory
+
+    @cached_property
+    def _copied(self) -> tuple[float, float, float]:
+        """Bytes that FSDP gathers in a forward and in a backward pass, and elements whose gradients it reduces."""
+        groups = self.memory.groups if self.memory.uses_fsdp else ()
+        again = zip(groups, self._gathers_again, strict=False)
+        return (
+            sum(group.gathered_bytes for group in groups),
+            sum(group.gathered_bytes for group, is_gathered in again if is_gathered),
+            sum(group.trained for group in groups),
+        )
 
     @cached_property
     def _added_up(self) -> float:
@@ -415,9 +435,10 @@ class Rank(LayerTime):
     @cached_property
     def _step(self) -> dict[str, float]:
         total: Seconds = defaultdict(float)
-        for forward, backward in self.passes:
-            for part, seconds in added(forward, backward).items():
-                total[part] += self.memory.micro_batches * seconds
+        for each in {id(each): each for each in self.passes}.values():
+            times = self.memory.micro_batches * sum(other is each for other in self.passes)
+            for part, seconds in added(*each).items():
+                total[part] += times * seconds
         for schedule, times in Counter(self.schedule()).items():
             for beside in self.fsdp(*schedule):
                 total["fsdp"] += times * beside.exposed
@@ -526,7 +547,7 @@ class Rank(LayerTime):
         micro_batches = self.memory.micro_batches
         for (gathers, reduces), times in Counter(self.schedule()).items():
             for place, each in enumerate(self._traffic):
-                gathered = gathers + self._gathers_again(place)
+                gathered = gathers + self._gathers_again[place]
                 for part, (axis, size, _) in each.items():
                     if part.startswith("gather"):
                         yield "all_gather", axis, size, times * gathered

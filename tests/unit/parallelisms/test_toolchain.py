@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from configs.errors import ConfigError
 from configs.load import load
+from parallelisms import toolchain
 from parallelisms.toolchain import c_compiler, require_cache_folders, require_compiler
 from tests.end_to_end.launch import ROOT
 
@@ -44,10 +47,24 @@ def test_kernels_of_a_user_without_a_home_go_to_the_temporary_folder(monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     require_cache_folders(environment)
     assert environment == {}
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    require_cache_folders(environment)
-    assert set(environment) == {"TRITON_CACHE_DIR"}
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("HOME", "/proc/nowhere")  # to root, os.access says that /proc can be written
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    require_cache_folders(environment)
+    (folder,) = tmp_path.iterdir()
+    assert environment == {"TRITON_CACHE_DIR": str(folder)}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_kernels_are_not_kept_where_another_user_may_write(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(toolchain, "_user", lambda: "somebody")
+    require_cache_folders(first := {})
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    require_cache_folders(second := {})
+    assert set(tmp_path.iterdir()) == {Path(first["TRITON_CACHE_DIR"]), Path(second["TRITON_CACHE_DIR"])}
+    assert first != second
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,71 @@ def test_an_error_of_its_own_is_no_others_fault(world, tmp_path):
         watchdog.on_first_rank("dividing", lambda: print(1 // 0))
     watchdog.close()
     watchdog.close()
+
+
+def test_the_watchdog_outlives_an_error_of_what_it_asks(world, tmp_path, capfd, monkeypatch):
+    """As torch raises for a group that is being destroyed: without this thread, nobody ends a rank that is stuck."""
+
+    def fails(*_):
+        raise KeyError("group")
+
+    watchdog = Watchdog(tmp_path, 1.0, print)
+    monkeypatch.setattr("trainer.guards.watchdog.write_report", fails)
+    watchdog.step(3)
+    beats = watchdog.peers.own.count
+    _a_place_that_hangs(tmp_path)  # until run.log is there
+    time.sleep(0.5)
+    assert watchdog._thread.is_alive()
+    assert watchdog.peers.own.count > beats
+    watchdog.close()
+    assert capfd.readouterr().err.count("the watchdog goes on after an error: KeyError('group')") == 1
+
+
+def test_a_rank_is_ended_although_its_report_fails(world, tmp_path, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr("trainer.guards.watchdog.GRACE_SECONDS", 0.0)
+
+    def fails(*_):
+        raise KeyError("group")
+
+    monkeypatch.setattr("trainer.guards.watchdog.write_report", fails)
+    watchdog = Watchdog(tmp_path, 1.0, lambda losses: ended.set())
+    watchdog.peers.tell({"lost": asdict(watchdog.peers.own_end(3))})
+    assert ended.wait(10)
+    watchdog.close()
+
+
+def test_what_few_ranks_have_not_answered_is_found_in_few_requests(tmp_path):
+    class Counted:
+        def __init__(self):
+            self.store, self.requests = dist.HashStore(), 0
+
+        def __getattr__(self, name):
+            self.requests += 1
+            return getattr(self.store, name)
+
+    store = Counted()
+    peers = Peers(store, 0, 1024, tmp_path / "0")
+    for rank in range(1024):
+        if rank != 700:
+            store.store.set(f"hang 5/{rank}", signed(f"hang 5/{rank}", json.dumps({"all": rank})))
+    store.requests = 0
+    answers = peers.answers("hang 5")
+    assert set(answers) == set(range(1024)) - {700}
+    assert store.requests <= 22  # 1,025 if each rank is asked for
+
+
+def test_ranks_of_other_hosts_are_read_once(tmp_path, monkeypatch):
+    """Without torchrun's LOCAL_WORLD_SIZE any rank may be on this host."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    store = dist.HashStore()
+    read = []
+    monkeypatch.setattr(Peers, "_read", lambda self, keys, of=Peers._read: (read.extend(keys), of(self, keys))[1])
+    here = Peers(store, 0, 3, tmp_path / "0")
+    for rank in (1, 2):
+        beat = Beat(rank, f"far-{rank}", 7, f"far-{rank} pid:[1]", "1", "", step=40)
+        store.set(f"beat/{rank}", signed(f"beat/{rank}", json.dumps(vars(beat))))
+    for _ in range(5):
+        here.find_neighbors()
+    assert sorted(read) == [1, 2]
+    assert here.lost_neighbors(0) == []
