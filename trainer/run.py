@@ -48,6 +48,7 @@ from trainer.lifecycle import (
 )
 from trainer.numerics import set_numerics
 from trainer.opening import Runtime
+from trainer.optimizers.adamw import require_kernel
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.report.summary import closing_title
@@ -132,6 +133,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                     _begin(launch, job)
                     return wait_idle(shared, stop, timeout, console.warning)
                 watchdog = _watch(launch, timeout, partial(show_life, shared))
+            require_kernel(job, device)
             runtime = Runtime(job, device, console, stop, ledger, watchdog, home.storage)
             trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
             _write_job(launch, job)

@@ -11,8 +11,10 @@ On a GPU, Keel's own kernel (`kernels/adamw.py`) takes the place of torch's wher
 bfloat16 are updated by that kernel or, elsewhere, by separate operations that compute the same bits.
 """
 
+import sysconfig
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
+from configs.load import LoadedConfig
 from configs.schema import Optimizer
 from parallelisms.ranks import local_part
 from parallelisms.sums import Sums
@@ -190,6 +193,39 @@ def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, sum
     if device_type not in _FUSED_DEVICES or config.moments_dtype != "float32":
         return "separate"
     return "padded" if sums.updates_whole_vectors and device_type == "cpu" else "torch"
+
+
+def require_kernel(job: LoadedConfig, device: torch.device) -> None:
+    """Update one element by Keel's kernel where the job uses Triton, before a large model's weights are drawn.
+
+    It takes a second where nothing has been compiled yet, and leaves Keel's and torch.compile's need of Triton proven.
+
+    Raises:
+        ConfigError: Triton can't build or launch a kernel on this host.
+    """
+    optimizer = job.config.optimizer
+    key = "compile.enable" if job.config.compile.enable else "optimizer.kernel"
+    is_used = job.config.compile.enable or (optimizer.name, optimizer.kernel) == ("adamw", "auto")
+    if device.type != "cuda" or not is_used or not has_triton():
+        return
+    element = torch.zeros(1, device=device)
+    rates = Rates(0.0, optimizer.betas[0], optimizer.betas[1], optimizer.eps, 0.0)
+    try:
+        from trainer.kernels.adamw import Group, Updated
+
+        gradient, exp_avg, exp_avg_sq, step = (torch.zeros_like(element) for _ in range(4))
+        updated = Updated(element, gradient, exp_avg, exp_avg_sq, step, key=None, copy=None)
+        Group().update([updated], rates, skip=None, divisor=None)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # of Triton, its compilers and the driver, which have no type in common
+        headers = Path(sysconfig.get_path("include"), "Python.h")
+        lacks = "" if headers.exists() else f"; {headers} does not exist: install it (apt install python3-dev)"
+        raise job.error(
+            key,
+            f"Triton can't build or launch a kernel on this host ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}{lacks}); mend that, or set compile.enable = false and "
+            'optimizer.kernel = "torch"',
+        ) from None
 
 
 def _rates(group: dict[str, Any]) -> Rates:
