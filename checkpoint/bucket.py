@@ -1,8 +1,8 @@
 """Objects under one prefix of a bucket (S3, Google Cloud Storage, Azure), by the client obstore.
 
 Time limits and retries are Keel's: obstore's own give a throttled bucket up after 3 s and wait 75 s for a server that
-hangs. No object is put by a multipart upload, since what a killed process leaves of one is invisible, and billed until
-somebody aborts it. Credentials are the client's affair: it takes them from the environment and from its own files, and
+hangs. Objects are put by multipart uploads only where one request takes no more, since what a killed process leaves of
+one is invisible, and billed until somebody aborts it. Credentials are the client's affair: it takes them from the environment and from its own files, and
 nothing here keeps or shows them.
 """
 
@@ -178,6 +178,29 @@ class Bucket:
     def put(self, key: str, content: Any) -> None:
         """Create or replace an object, at once."""
         self._called(key, lambda: self._client.put(self._patient, key, content, use_multipart=False))
+
+    def put_parts(self, key: str, parts: Iterable[bytes], size: int, part_bytes: int) -> None:
+        """Create or replace an object by a multipart upload.
+
+        If it fails, or what reads the parts raises, the client removes what has arrived of it.
+
+        Args:
+            key: the object's.
+            parts: its content, read AT_ONCE parts ahead.
+            size: bytes of all of them.
+            part_bytes: of each but the last.
+        """
+        self.delete([key])
+        put = partial(self._client.put, self._patient, key, use_multipart=True)
+        try:
+            self._called(key, lambda: put(parts, chunk_size=part_bytes, max_concurrency=AT_ONCE))
+        except (
+            FileNotFoundError
+        ):  # if the last answer was lost, the upload is no longer known when it is asked for again
+            with suppress(FileNotFoundError):
+                if self.look(key).size == size:
+                    return
+            raise BucketError(errno.EIO, "the server has lost the upload", f"{self.url}/{key}") from None
 
     def create(self, key: str, content: bytes) -> None:
         """Create an object that must not exist: of several who try, one succeeds.

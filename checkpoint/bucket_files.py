@@ -8,12 +8,13 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
-from checkpoint.bucket import Bucket, BucketError, Patience, Stored
+from checkpoint.bucket import AT_ONCE, Bucket, BucketError, Patience, Stored
 from configs.errors import UserError
 from configs.files import replacing
 from configs.places import is_url, standing_for, url_fault
@@ -24,8 +25,13 @@ UNFINISHED = ".unfinished"
 _RANGE_BYTES = 16 << 20
 _SLOWEST = 1_000_000
 """Bytes per second below which an upload is given up."""
-_MAX_BYTES = 5000 << 20
-"""The most that Azure takes in one request; S3 takes 2% more."""
+_ONE_REQUEST = 5000 << 20
+"""The most that Azure takes in one request; S3 takes 2% more. A larger file is put in parts."""
+_PART_BYTES = 16 << 20
+_MAX_PARTS = 10_000
+"""Of S3 and Google; Azure takes five times as many."""
+_MAX_BYTES = 5 << 40
+"""The largest object that Google has."""
 
 
 def copy_of(url: str) -> Path:
@@ -227,8 +233,8 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
             bucket.put(mark, b"")
         bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
         for key in sorted(files.keys() - {manifest}):
-            progress(done, sum(sizes.values()), f"putting {url}/{key}")
-            put_file(bucket, key, files[key])
+            tell = partial(progress, total=sum(sizes.values()), message=f"putting {url}/{key}")
+            put_file(bucket, key, files[key], lambda n, tell=tell, done=done: tell(done + n))
             done += sizes[key]
         bucket.create(manifest, files[manifest].read_bytes())
         bucket.delete(marks)
@@ -239,7 +245,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
 
 
 def bucket_for(files: Iterable[Path], url: str) -> Bucket:
-    """The place at which some files are put by `put_file`; it waits long enough for the largest.
+    """The place at which some files are put by `put_file`; it waits long enough for the largest request.
 
     Raises:
         UserError: a file is too large.
@@ -247,14 +253,29 @@ def bucket_for(files: Iterable[Path], url: str) -> Bucket:
     sizes = {path.stat().st_size: path for path in files}
     largest = max(sizes, default=0)
     if largest > _MAX_BYTES:
-        what = "is larger than 5,000 MiB, too much for one request"
-        raise UserError(f"{sizes[largest]} {what}; copy its folder there by your cloud's tool")
-    seconds = largest / _SLOWEST
-    return Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+        raise UserError(f"{sizes[largest]} is larger than 5 TiB, the most that an object can have")
+    at_once = max((size if size <= _ONE_REQUEST else AT_ONCE * _part_bytes(size) for size in sizes), default=0)
+    return Bucket(url, patient=Patience(90 + at_once / _SLOWEST, 180 + at_once / _SLOWEST))
 
 
-def put_file(bucket: Bucket, key: str, path: Path) -> None:
-    """Create or replace an object by a file's content."""
+def put_file(bucket: Bucket, key: str, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+    """Create or replace an object by a file's content; `progress` is told how many bytes have been read."""
+    size = path.stat().st_size
+    progress(0)
     with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-        bucket.put(key, content)
+        if size > _ONE_REQUEST:
+            part_bytes = _part_bytes(size)
+            bucket.put_parts(key, _read_in_parts(file, part_bytes, progress), size, part_bytes)
+        else:
+            bucket.put(key, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+
+def _part_bytes(size: int) -> int:
+    return max(_PART_BYTES, -(-size // _MAX_PARTS))
+
+
+def _read_in_parts(file: IO[bytes], part_bytes: int, progress: Callable[[int], None]) -> Iterator[bytes]:
+    """Read a file; that it is Python's own code that does it lets a signal end an upload between two parts."""
+    while content := file.read(part_bytes):
+        yield content
+        progress(file.tell())
