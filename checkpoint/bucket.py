@@ -2,8 +2,8 @@
 
 Time limits and retries are Keel's: obstore's own give a throttled bucket up after 3 s and wait 75 s for a server that
 hangs. Objects are put by multipart uploads only where one request takes no more, since what a killed process leaves of
-one is invisible, and billed until somebody aborts it. Credentials are the client's affair: it takes them from the environment and from its own files, and
-nothing here keeps or shows them.
+one is invisible, and billed until somebody aborts it. Credentials are the client's affair: it takes them from the
+environment and from its own files, and nothing here keeps or shows them.
 """
 
 import errno
@@ -194,9 +194,7 @@ class Bucket:
         put = partial(self._client.put, self._patient, key, use_multipart=True)
         try:
             self._called(key, lambda: put(parts, chunk_size=part_bytes, max_concurrency=AT_ONCE))
-        except (
-            FileNotFoundError
-        ):  # if the last answer was lost, the upload is no longer known when it is asked for again
+        except FileNotFoundError:  # the upload is gone; so it is if it ended, and the answer was lost
             with suppress(FileNotFoundError):
                 if self.look(key).size == size:
                     return

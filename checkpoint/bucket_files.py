@@ -20,6 +20,8 @@ from configs.files import replacing
 from configs.places import is_url, standing_for, url_fault
 
 Progress = Callable[[int, int | None, str], None]
+Put = Callable[[Bucket, str, Path, Callable[[int], None]], None]
+"""Puts a file of this host under a key, and tells how many bytes of it have been read."""
 UNFINISHED = ".unfinished"
 """An object of this name says that not all of its neighbors have been put."""
 _RANGE_BYTES = 16 << 20
@@ -215,10 +217,10 @@ def _looked_at(url: str) -> tuple[Set[str], bool]:
     return keys, any(key.rpartition("/")[2] == UNFINISHED for key in keys)
 
 
-def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> None:
+def put_folder(folder: Path, url: str, manifest: str, progress: Progress, put: Put | None = None) -> None:
     """Put the files of a folder, the one called `manifest` last, in place of what a call that was killed has put.
 
-    Until then, an object in each folder says that it is unfinished.
+    Until then, an object in each folder says that it is unfinished. `put` puts a file (default: `put_file`).
 
     Raises:
         UserError: a file is too large, the bucket refuses, or has another manifest.
@@ -226,6 +228,11 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     sizes = {key: path.stat().st_size for key, path in files.items()}
     bucket = bucket_for(files.values(), url)
+    put = put or put_file
+
+    def tell(key: str, before: int, done: int) -> None:
+        progress(before + done, sum(sizes.values()), f"putting {url}/{key}")
+
     marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
     done = 0
     try:
@@ -233,8 +240,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
             bucket.put(mark, b"")
         bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
         for key in sorted(files.keys() - {manifest}):
-            tell = partial(progress, total=sum(sizes.values()), message=f"putting {url}/{key}")
-            put_file(bucket, key, files[key], lambda n, tell=tell, done=done: tell(done + n))
+            put(bucket, key, files[key], partial(tell, key, done))
             done += sizes[key]
         bucket.create(manifest, files[manifest].read_bytes())
         bucket.delete(marks)

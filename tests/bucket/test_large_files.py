@@ -188,7 +188,7 @@ def test_the_answer_to_the_last_request_of_an_upload_may_be_lost(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped(server: Ceph, made: Path, number: signal.Signals):
-    """By Ctrl-C: nothing is left but the mark; killed: parts, which no listing shows and a rule of the bucket removes."""
+    """By Ctrl-C: nothing is left but the mark; killed: parts as well, which no listing shows."""
     url = f"s3://keel/stopped_{number.name}"
     command = [sys.executable, "-c", COMMAND.replace("{lowered}", repr(LOWERED)), url]
     with between(server.environment) as (way, environment):

@@ -38,7 +38,6 @@ from configs.places import local_folder, url_fault  # noqa: E402
 from configs.schema import Checkpoint  # noqa: E402
 from scripts import checkpoint as checkpoint_script  # noqa: E402
 from scripts import export_hf  # noqa: E402
-from scripts.keel import main as keel_main  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
     CONFIG,
@@ -684,13 +683,3 @@ def test_a_place_to_begin_from(key):
     load(str(ROOT / "tests/end_to_end/tiny.toml"), (f"--checkpoint.{key}", URL))
     with pytest.raises(ConfigError, match=rf"checkpoint\.{key}: a place in object storage is s3://"):
         load(str(ROOT / "tests/end_to_end/tiny.toml"), (f"--checkpoint.{key}", "ftp://bucket/run"))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["import", "models/a", URL], ["fork", "runs/a", "--output", URL], ["checkpoint", "average", "runs/a", URL]],
-)
-def test_a_result_that_no_bucket_takes(words, capsys):
-    with pytest.raises(SystemExit):
-        keel_main(words)
-    assert f"{URL}: this command writes into folders of this host's disks only" in capsys.readouterr().err
