@@ -10,9 +10,9 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -65,6 +65,15 @@ class BucketError(OSError):
     def for_user(self) -> UserError:
         """The same as the end of a command."""
         return (OutageError if self.may_pass else UserError)(str(self))
+
+
+@contextmanager
+def errors_for_user() -> Iterator[None]:
+    """Make a BucketError of a block, or of a function that this decorates, the end of a command."""
+    try:
+        yield
+    except BucketError as error:
+        raise error.for_user() from None
 
 
 @dataclass(frozen=True)

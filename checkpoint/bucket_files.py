@@ -14,7 +14,7 @@ from typing import IO
 
 import xxhash
 
-from checkpoint.bucket import AT_ONCE, Bucket, BucketError, Patience, Stored
+from checkpoint.bucket import AT_ONCE, Bucket, BucketError, Patience, Stored, errors_for_user
 from configs.errors import UserError
 from configs.files import replacing
 from configs.places import is_url, standing_for, url_fault
@@ -31,7 +31,7 @@ _ONE_REQUEST = 5000 << 20
 """The most that Azure takes in one request; S3 takes 2% more. A larger file is put in parts."""
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 10_000
-"""Of S3 and Google; Azure takes five times as many."""
+"""The most of S3 and Google; Azure takes five times as many."""
 _MAX_BYTES = 5 << 40
 """The largest object that Google has."""
 
@@ -61,6 +61,7 @@ def _once(url: str, _folder: Path) -> Path:
     return bring_file(url)
 
 
+@errors_for_user()
 def bring_file(url: str) -> Path:
     """Copy an object to this host, if it differs from what is there; returns the file.
 
@@ -74,8 +75,6 @@ def bring_file(url: str) -> Path:
         _bring(bucket, key, bucket.look(key), target)
     except FileNotFoundError:
         raise UserError(f"{url}: there is no such object") from None
-    except BucketError as error:
-        raise error.for_user() from None
     return target
 
 
@@ -88,6 +87,7 @@ def alone_with(path: Path) -> Iterator[None]:
         yield
 
 
+@errors_for_user()
 def bring(
     url: str,
     progress: Progress = lambda done, total, message: None,
@@ -122,9 +122,8 @@ def bring(
             _bring_all(bucket, needed, target, progress)
             if only is None:
                 remove_others(target, objects)
-    except (BucketError, FileNotFoundError) as error:
-        changes = BucketError(errno.EIO, f"it changes meanwhile: {error}", url)
-        raise (error if isinstance(error, BucketError) else changes).for_user() from None
+    except FileNotFoundError as error:
+        raise BucketError(errno.EIO, f"it changes meanwhile: {error}", url) from None
     return target
 
 
@@ -208,15 +207,14 @@ def room_for(url: str) -> Path:
     return folder
 
 
+@errors_for_user()
 def _looked_at(url: str) -> tuple[Set[str], bool]:
     """The keys at a place, and whether a call of `put_folder` has not come to its end there."""
-    try:
-        keys = Bucket(url).list().keys()
-    except BucketError as error:
-        raise error.for_user() from None
+    keys = Bucket(url).list().keys()
     return keys, any(key.rpartition("/")[2] == UNFINISHED for key in keys)
 
 
+@errors_for_user()
 def put_folder(folder: Path, url: str, manifest: str, progress: Progress, put: Put | None = None) -> None:
     """Put the files of a folder, the one called `manifest` last, in place of what a call that was killed has put.
 
@@ -246,8 +244,6 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress, put: P
         bucket.delete(marks)
     except FileExistsError:
         raise UserError(f"{url}: another command has put its files here meanwhile; choose another output") from None
-    except BucketError as error:
-        raise error.for_user() from None
 
 
 def bucket_for(files: Iterable[Path], url: str) -> Bucket:

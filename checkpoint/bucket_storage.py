@@ -25,8 +25,8 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from checkpoint.bucket import AT_ONCE, PROBE, Bucket, BucketError
-from checkpoint.bucket_files import put_file
+from checkpoint import bucket_files
+from checkpoint.bucket import AT_ONCE, PROBE, Bucket, errors_for_user
 from checkpoint.bucket_launch import Claim, beginnings, claim_in
 from checkpoint.incarnation import FOLDER
 from checkpoint.manifest import (
@@ -94,8 +94,14 @@ class BucketStorage(FolderStorage):
     # ------------------------------------------------------------------ the run's folder
 
     def fetch(self, log: Callable[[str], None] = lambda line: None) -> None:
-        """Make the local folder what the bucket has; a launch also removes what interrupted saves have left there."""
+        """Make the local folder what the bucket has; a launch also removes what interrupted saves have left there.
+
+        Raises:
+            UserError: it is a fork, of which not all has been put.
+        """
         keys = self._bucket.list()
+        if bucket_files.UNFINISHED in keys:
+            raise UserError(f"{self._bucket.url} has not been put to its end; run the command that puts it again")
         found = {key: match for key in keys if (match := _ATTEMPT.match(key))}
         complete = {match[0] for key, match in found.items() if key == f"{match[0]}{MANIFEST_NAME}"}
         if self._claim:
@@ -341,6 +347,7 @@ def storage_of(checkpoint: Path, files: Mapping[str, FileEntry], told: Mapping[s
     return storage
 
 
+@errors_for_user()
 def local_copy(name: str) -> Path:
     """A local copy of a run, a checkpoint, or several runs in object storage, but for the content of tensors.
 
@@ -353,17 +360,14 @@ def local_copy(name: str) -> Path:
         raise UserError(f"{name}: {fault}")
     place, slash, inside = name.rstrip("/").partition("/checkpoints")
     folder = standing_for(place)
-    try:
-        bucket = Bucket(place)
-        keys = bucket.list()
-        if MANIFEST_NAME in keys:  # a checkpoint that is no run's
-            BucketStorage(bucket, folder.parent, checkpoints=folder.parent).fetch_description(folder, "")
-            return folder
-        ends = [key.removesuffix("config.toml") for key in keys if key.endswith("config.toml")]
-        for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
-            BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
-    except BucketError as error:
-        raise error.for_user() from None
+    bucket = Bucket(place)
+    keys = bucket.list()
+    if MANIFEST_NAME in keys:  # a checkpoint that is no run's
+        BucketStorage(bucket, folder.parent, checkpoints=folder.parent).fetch_description(folder, "")
+        return folder
+    ends = [key.removesuffix("config.toml") for key in keys if key.endswith("config.toml")]
+    for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
+        BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
     found = folder / f"{slash}{inside}".lstrip("/")
     if not ends or not found.exists():
         raise UserError(f"{name}: there is no run or checkpoint of that name in the bucket")
@@ -379,7 +383,7 @@ def taken(url: str, warn: Callable[[str], None]) -> Iterator[BucketStorage]:
     """
     folder = standing_for(url)
     bucket = Bucket(url)
-    try:
+    with errors_for_user():
         claim = claim_in(bucket, folder, {}, warn)
         claim.beat(lambda: None)
         try:
@@ -388,10 +392,9 @@ def taken(url: str, warn: Callable[[str], None]) -> Iterator[BucketStorage]:
             yield storage
         finally:
             claim.end()
-    except BucketError as error:
-        raise error.for_user() from None
 
 
+@errors_for_user()
 def with_tensors(checkpoint: Path) -> Path:
     """The same checkpoint; if its tensors are placeholders, their content is brought first.
 
@@ -401,18 +404,15 @@ def with_tensors(checkpoint: Path) -> Path:
     told = place_told(checkpoint)
     if told is None or told.get("has_content"):
         return checkpoint
-    try:
-        storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent, checkpoints=checkpoint.parent)
-        storage.fill(checkpoint, told)
-    except BucketError as error:
-        raise error.for_user() from None
+    storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent, checkpoints=checkpoint.parent)
+    storage.fill(checkpoint, told)
     return checkpoint
 
 
 def put_as_saves_do(bucket: Bucket, key: str, path: Path, progress: Callable[[int], None]) -> None:
     """Put a checkpoint's file as a save does, so that ranks can read the parts that they need (`bucket_files.Put`)."""
     if not path.name.startswith(_OF_A_RANK):
-        put_file(bucket, key, path, progress)
+        bucket_files.put_file(bucket, key, path, progress)
         return
     with _Upload(bucket, key) as upload, path.open("rb") as file:
         while content := file.read(PART_BYTES):

@@ -463,6 +463,16 @@ def fresh(tmp_path):
     return Path(tempfile.mkdtemp(dir=tmp_path))
 
 
+def test_a_fork_that_was_not_put_to_its_end_is_no_run(objects, tmp_path):
+    """A launch would begin it from scratch."""
+    objects.mkdir(parents=True)
+    (objects / UNFINISHED).touch()
+    with pytest.raises(UserError, match=f"{URL} has not been put to its end; run the command that puts it again"):
+        launched(tmp_path / "a", 10)
+    (objects / UNFINISHED).unlink()
+    assert launched(tmp_path / "a", 10) is None
+
+
 def test_a_fork_keeps_its_content_when_the_copy_changes(objects, tmp_path, monkeypatch):
     """They share files."""
     launched(tmp_path / "a", 10)
