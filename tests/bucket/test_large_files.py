@@ -129,7 +129,7 @@ def test_a_server_that_is_busy_between_the_parts_and_one_that_is_killed(server: 
     assert_put(server, made, url)
 
     url = "s3://keel/killed_between"
-    way.rate = 20e6
+    way.rate = 5e6
 
     def kill() -> None:
         server.kill_gateway()
