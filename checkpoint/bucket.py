@@ -1,18 +1,18 @@
 """Objects under one prefix of a bucket (S3, Google Cloud Storage, Azure), by the client obstore.
 
 Time limits and retries are Keel's: obstore's own give a throttled bucket up after 3 s and wait 75 s for a server that
-hangs. No object is put by a multipart upload, since what a killed process leaves of one is invisible, and billed until
-somebody aborts it. Credentials are the client's affair: it takes them from the environment and from its own files, and
-nothing here keeps or shows them.
+hangs. Objects are put by multipart uploads only where one request takes no more, since what a killed process leaves of
+one is invisible, and billed until somebody aborts it. Credentials are the client's affair: it takes them from the
+environment and from its own files, and nothing here keeps or shows them.
 """
 
 import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -65,6 +65,15 @@ class BucketError(OSError):
     def for_user(self) -> UserError:
         """The same as the end of a command."""
         return (OutageError if self.may_pass else UserError)(str(self))
+
+
+@contextmanager
+def errors_for_user() -> Iterator[None]:
+    """Make a BucketError of a block, or of a function that this decorates, the end of a command."""
+    try:
+        yield
+    except BucketError as error:
+        raise error.for_user() from None
 
 
 @dataclass(frozen=True)
@@ -178,6 +187,27 @@ class Bucket:
     def put(self, key: str, content: Any) -> None:
         """Create or replace an object, at once."""
         self._called(key, lambda: self._client.put(self._patient, key, content, use_multipart=False))
+
+    def put_parts(self, key: str, parts: Iterable[bytes], size: int, part_bytes: int) -> None:
+        """Create or replace an object by a multipart upload.
+
+        If it fails, or what reads the parts raises, the client removes what has arrived of it.
+
+        Args:
+            key: the object's.
+            parts: its content, read AT_ONCE parts ahead.
+            size: bytes of all of them.
+            part_bytes: of each but the last.
+        """
+        self.delete([key])
+        put = partial(self._client.put, self._patient, key, use_multipart=True)
+        try:
+            self._called(key, lambda: put(parts, chunk_size=part_bytes, max_concurrency=AT_ONCE))
+        except FileNotFoundError:  # the upload is gone; so it is if it ended, and the answer was lost
+            with suppress(FileNotFoundError):
+                if self.look(key).size == size:
+                    return
+            raise BucketError(errno.EIO, "the server has lost the upload", f"{self.url}/{key}") from None
 
     def create(self, key: str, content: bytes) -> None:
         """Create an object that must not exist: of several who try, one succeeds.

@@ -8,24 +8,32 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
-from checkpoint.bucket import Bucket, BucketError, Patience, Stored
+from checkpoint.bucket import AT_ONCE, Bucket, BucketError, Patience, Stored, errors_for_user
 from configs.errors import UserError
 from configs.files import replacing
 from configs.places import is_url, standing_for, url_fault
 
 Progress = Callable[[int, int | None, str], None]
+Put = Callable[[Bucket, str, Path, Callable[[int], None]], None]
+"""Puts a file of this host under a key, and tells how many bytes of it have been read."""
 UNFINISHED = ".unfinished"
 """An object of this name says that not all of its neighbors have been put."""
 _RANGE_BYTES = 16 << 20
 _SLOWEST = 1_000_000
 """Bytes per second below which an upload is given up."""
-_MAX_BYTES = 5000 << 20
-"""The most that Azure takes in one request; S3 takes 2% more."""
+_ONE_REQUEST = 5000 << 20
+"""The most that Azure takes in one request; S3 takes 2% more. A larger file is put in parts."""
+_PART_BYTES = 16 << 20
+_MAX_PARTS = 10_000
+"""The most of S3 and Google; Azure takes five times as many."""
+_MAX_BYTES = 5 << 40
+"""The largest object that Google has."""
 
 
 def copy_of(url: str) -> Path:
@@ -53,6 +61,7 @@ def _once(url: str, _folder: Path) -> Path:
     return bring_file(url)
 
 
+@errors_for_user()
 def bring_file(url: str) -> Path:
     """Copy an object to this host, if it differs from what is there; returns the file.
 
@@ -66,8 +75,6 @@ def bring_file(url: str) -> Path:
         _bring(bucket, key, bucket.look(key), target)
     except FileNotFoundError:
         raise UserError(f"{url}: there is no such object") from None
-    except BucketError as error:
-        raise error.for_user() from None
     return target
 
 
@@ -80,6 +87,7 @@ def alone_with(path: Path) -> Iterator[None]:
         yield
 
 
+@errors_for_user()
 def bring(
     url: str,
     progress: Progress = lambda done, total, message: None,
@@ -114,9 +122,8 @@ def bring(
             _bring_all(bucket, needed, target, progress)
             if only is None:
                 remove_others(target, objects)
-    except (BucketError, FileNotFoundError) as error:
-        changes = BucketError(errno.EIO, f"it changes meanwhile: {error}", url)
-        raise (error if isinstance(error, BucketError) else changes).for_user() from None
+    except FileNotFoundError as error:
+        raise BucketError(errno.EIO, f"it changes meanwhile: {error}", url) from None
     return target
 
 
@@ -200,19 +207,18 @@ def room_for(url: str) -> Path:
     return folder
 
 
+@errors_for_user()
 def _looked_at(url: str) -> tuple[Set[str], bool]:
     """The keys at a place, and whether a call of `put_folder` has not come to its end there."""
-    try:
-        keys = Bucket(url).list().keys()
-    except BucketError as error:
-        raise error.for_user() from None
+    keys = Bucket(url).list().keys()
     return keys, any(key.rpartition("/")[2] == UNFINISHED for key in keys)
 
 
-def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> None:
+@errors_for_user()
+def put_folder(folder: Path, url: str, manifest: str, progress: Progress, put: Put | None = None) -> None:
     """Put the files of a folder, the one called `manifest` last, in place of what a call that was killed has put.
 
-    Until then, an object in each folder says that it is unfinished.
+    Until then, an object in each folder says that it is unfinished. `put` puts a file (default: `put_file`).
 
     Raises:
         UserError: a file is too large, the bucket refuses, or has another manifest.
@@ -220,6 +226,11 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     sizes = {key: path.stat().st_size for key, path in files.items()}
     bucket = bucket_for(files.values(), url)
+    put = put or put_file
+
+    def tell(key: str, before: int, done: int) -> None:
+        progress(before + done, sum(sizes.values()), f"putting {url}/{key}")
+
     marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
     done = 0
     try:
@@ -227,19 +238,16 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress) -> Non
             bucket.put(mark, b"")
         bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
         for key in sorted(files.keys() - {manifest}):
-            progress(done, sum(sizes.values()), f"putting {url}/{key}")
-            put_file(bucket, key, files[key])
+            put(bucket, key, files[key], partial(tell, key, done))
             done += sizes[key]
         bucket.create(manifest, files[manifest].read_bytes())
         bucket.delete(marks)
     except FileExistsError:
         raise UserError(f"{url}: another command has put its files here meanwhile; choose another output") from None
-    except BucketError as error:
-        raise error.for_user() from None
 
 
 def bucket_for(files: Iterable[Path], url: str) -> Bucket:
-    """The place at which some files are put by `put_file`; it waits long enough for the largest.
+    """The place at which some files are put by `put_file`; it waits long enough for the largest request.
 
     Raises:
         UserError: a file is too large.
@@ -247,14 +255,29 @@ def bucket_for(files: Iterable[Path], url: str) -> Bucket:
     sizes = {path.stat().st_size: path for path in files}
     largest = max(sizes, default=0)
     if largest > _MAX_BYTES:
-        what = "is larger than 5,000 MiB, too much for one request"
-        raise UserError(f"{sizes[largest]} {what}; copy its folder there by your cloud's tool")
-    seconds = largest / _SLOWEST
-    return Bucket(url, patient=Patience(90 + seconds, 180 + seconds))
+        raise UserError(f"{sizes[largest]} is larger than 5 TiB, the most that an object can have")
+    at_once = max((size if size <= _ONE_REQUEST else AT_ONCE * _part_bytes(size) for size in sizes), default=0)
+    return Bucket(url, patient=Patience(90 + at_once / _SLOWEST, 180 + at_once / _SLOWEST))
 
 
-def put_file(bucket: Bucket, key: str, path: Path) -> None:
-    """Create or replace an object by a file's content."""
+def put_file(bucket: Bucket, key: str, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+    """Create or replace an object by a file's content; `progress` is told how many bytes have been read."""
+    size = path.stat().st_size
+    progress(0)
     with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-        bucket.put(key, content)
+        if size > _ONE_REQUEST:
+            part_bytes = _part_bytes(size)
+            bucket.put_parts(key, _read_in_parts(file, part_bytes, progress), size, part_bytes)
+        else:
+            bucket.put(key, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+
+def _part_bytes(size: int) -> int:
+    return max(_PART_BYTES, -(-size // _MAX_PARTS))
+
+
+def _read_in_parts(file: IO[bytes], part_bytes: int, progress: Callable[[int], None]) -> Iterator[bytes]:
+    """Read a file; that it is Python's own code that does it lets a signal end an upload between two parts."""
+    while content := file.read(part_bytes):
+        yield content
+        progress(file.tell())

@@ -25,7 +25,8 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from checkpoint.bucket import AT_ONCE, PROBE, Bucket, BucketError
+from checkpoint import bucket_files
+from checkpoint.bucket import AT_ONCE, PROBE, Bucket, errors_for_user
 from checkpoint.bucket_launch import Claim, beginnings, claim_in
 from checkpoint.incarnation import FOLDER
 from checkpoint.manifest import (
@@ -49,7 +50,11 @@ from configs.untrusted import parse_json
 PART_BYTES = 8 << 20
 _DESCRIBING = (MANIFEST_NAME, TRAINER_NAME, INDEX_NAME)
 """Files that the first rank writes, one object each."""
+_OF_A_RANK = "__"
+"""How the names of the files begin that are put in parts. All others are one object each, an import's tokenizer too."""
 _ATTEMPT = re.compile(r"checkpoints/step-(\d{8,})/of-(\d+)\.(\d+)/")
+FORKED = "of-0.0"
+"""The prefix of a checkpoint that was put before the run's first launch."""
 _NOT_PUT = re.compile(r"(^|/)(step-\d+[^/]*|imported-[0-9a-f]+|\.[^/]*)/|(^|/)\.[^/]*$")
 """Paths in a run's folder that are not put as they are: checkpoints, weights that are imported again, hidden files."""
 
@@ -57,17 +62,20 @@ _NOT_PUT = re.compile(r"(^|/)(step-\d+[^/]*|imported-[0-9a-f]+|\.[^/]*)/|(^|/)\.
 class BucketStorage(FolderStorage):
     """A run in a bucket, as a place for checkpoints; paths are those of the local folder."""
 
-    def __init__(self, bucket: Bucket, folder: Path, claim: Claim | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, folder: Path, claim: Claim | None = None, checkpoints: Path | None = None
+    ) -> None:
         """
         Args:
             bucket: the run's.
             folder: the local run folder.
             claim: this launch; None: the run is only read.
+            checkpoints: the local folder of the checkpoints (default: the run's).
         """
         super().__init__()
         self._bucket = bucket
         self._folder = folder
-        self._root = folder / "checkpoints"
+        self._root = checkpoints or folder / "checkpoints"
         self._claim = claim
         self._places: dict[Path, str] = {}
         self._known: dict[str, tuple[int, int]] = {}
@@ -86,8 +94,14 @@ class BucketStorage(FolderStorage):
     # ------------------------------------------------------------------ the run's folder
 
     def fetch(self, log: Callable[[str], None] = lambda line: None) -> None:
-        """Make the local folder what the bucket has; a launch also removes what interrupted saves have left there."""
+        """Make the local folder what the bucket has; a launch also removes what interrupted saves have left there.
+
+        Raises:
+            UserError: it is a fork, of which not all has been put.
+        """
         keys = self._bucket.list()
+        if bucket_files.UNFINISHED in keys:
+            raise UserError(f"{self._bucket.url} has not been put to its end; run the command that puts it again")
         found = {key: match for key in keys if (match := _ATTEMPT.match(key))}
         complete = {match[0] for key, match in found.items() if key == f"{match[0]}{MANIFEST_NAME}"}
         if self._claim:
@@ -101,7 +115,7 @@ class BucketStorage(FolderStorage):
         for step in set(steps_in(self._root)) - places.keys():
             shutil.rmtree(step_folder(self._root, step))
         for step, place in places.items():
-            self._fetch_description(step_folder(self._root, step), place)
+            self.fetch_description(step_folder(self._root, step), place)
 
     def _remove_leftovers(self, keys: list[str], log: Callable[[str], None]) -> None:
         self._bucket.delete(keys)
@@ -117,7 +131,7 @@ class BucketStorage(FolderStorage):
                 file.write(content)
             self._known[key] = _stamp(path)
 
-    def _fetch_description(self, checkpoint: Path, place: str) -> None:
+    def fetch_description(self, checkpoint: Path, place: str) -> None:
         """Fetch what describes a checkpoint; one that is not as it was written is reported by what reads it."""
         self._places[checkpoint] = place
         try:
@@ -130,14 +144,17 @@ class BucketStorage(FolderStorage):
         shutil.rmtree(checkpoint, ignore_errors=True)
         _place_file(checkpoint).unlink(missing_ok=True)
         checkpoint.mkdir(parents=True)
-        for name in _DESCRIBING:
+        sizes: dict[str, int] = {}
+        with suppress(ValueError, KeyError, TypeError):
+            files = parse_json(manifest.decode())["files"]
+            sizes = {name: files[name]["size"] for name in files if is_plain_name(name)}
+        for name in {*_DESCRIBING, *(name for name in sizes if not name.startswith(_OF_A_RANK))}:
             with suppress(FileNotFoundError):
                 (checkpoint / name).write_bytes(self._bucket.get(f"{place}{name}"))
         os.utime(checkpoint / MANIFEST_NAME, 2 * (self._bucket.changed(f"{place}{MANIFEST_NAME}"),))
-        with suppress(ValueError, KeyError, TypeError):
-            files = parse_json(manifest.decode())["files"]
-            sizes = {name: files[name]["size"] for name in files.keys() - set(_DESCRIBING) if is_plain_name(name)}
-            self._make_placeholders(checkpoint, checkpoint, sizes)
+        with suppress(TypeError):  # a size that is none
+            in_parts = {name: size for name, size in sizes.items() if name.startswith(_OF_A_RANK)}
+            self._make_placeholders(checkpoint, checkpoint, in_parts)
 
     def _make_placeholders(self, folder: Path, checkpoint: Path, sizes: Mapping[str, int]) -> None:
         """Make the placeholders of a checkpoint in `folder`, and record where their content is."""
@@ -200,7 +217,7 @@ class BucketStorage(FolderStorage):
     @contextmanager
     def put(self, file: Path) -> Generator[HashedFile, None, None]:
         key = f"{self._key(file.parent)}{file.name}"
-        if file.name in _DESCRIBING:
+        if not file.name.startswith(_OF_A_RANK):
             with super().put(file) as stream:
                 yield stream
             if file.name != MANIFEST_NAME:
@@ -217,7 +234,7 @@ class BucketStorage(FolderStorage):
         self._bucket.create(f"{place}{MANIFEST_NAME}", manifest)
         self._places[checkpoint] = place
         files = parse_json(manifest.decode())["files"]
-        sizes = {name: files[name]["size"] for name in files.keys() - set(_DESCRIBING)}
+        sizes = {name: files[name]["size"] for name in files if name.startswith(_OF_A_RANK)}
         self._make_placeholders(unfinished, checkpoint, sizes)
         super().commit(unfinished, checkpoint)
 
@@ -227,7 +244,7 @@ class BucketStorage(FolderStorage):
         super().discard(unfinished)
 
     def open(self, file: Path) -> IO[bytes]:
-        if file.name in _DESCRIBING or self._root not in file.parents:
+        if not file.name.startswith(_OF_A_RANK) or self._root not in file.parents:
             return super().open(file)
         return cast(IO[bytes], _Download(self._bucket, f"{self._key(file.parent)}{file.name}", file))
 
@@ -241,7 +258,11 @@ class BucketStorage(FolderStorage):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         checkpoint.mkdir(parents=True, exist_ok=True)
-        sizes = {name: entry.size for name, entry in files.items() if not name.endswith(".json")}
+        sizes = {
+            name: entry.size
+            for name, entry in files.items()
+            if name.startswith(_OF_A_RANK) and not name.endswith(".json")
+        }
         self._make_placeholders(checkpoint, checkpoint, sizes)
         for name, entry in files.items():
             if name not in sizes and super().damage(checkpoint, name, entry):
@@ -251,7 +272,7 @@ class BucketStorage(FolderStorage):
         key = f"{self._places[checkpoint]}{name}"
         try:
             with replacing(checkpoint / name, f"{socket.gethostname()}-{os.getpid()}") as file:
-                if name in _DESCRIBING:
+                if not name.startswith(_OF_A_RANK):
                     file.write(self._bucket.get(key))
                 else:
                     shutil.copyfileobj(_Download(self._bucket, key, checkpoint / name), file, AT_ONCE * PART_BYTES)
@@ -262,7 +283,7 @@ class BucketStorage(FolderStorage):
 
     def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
         """Compare sizes only: the server has compared each part with its hash, and it is compared again when read."""
-        if name in _DESCRIBING or self._root not in checkpoint.parents:
+        if not name.startswith(_OF_A_RANK) or self._root not in checkpoint.parents:
             return None if self._root in checkpoint.parents else super().damage(checkpoint, name, entry)
         size = sum(self._bucket.list(f"{self._key(checkpoint)}{name}/").values())
         return None if size == entry.size else f"{name} has {size} bytes in {self._bucket.url} instead of {entry.size}"
@@ -321,11 +342,12 @@ def storage_of(checkpoint: Path, files: Mapping[str, FileEntry], told: Mapping[s
     """
     if not told:
         return FolderStorage()
-    storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent)
+    storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent, checkpoints=checkpoint.parent)
     storage.bring(checkpoint, told["place"], files)
     return storage
 
 
+@errors_for_user()
 def local_copy(name: str) -> Path:
     """A local copy of a run, a checkpoint, or several runs in object storage, but for the content of tensors.
 
@@ -338,14 +360,14 @@ def local_copy(name: str) -> Path:
         raise UserError(f"{name}: {fault}")
     place, slash, inside = name.rstrip("/").partition("/checkpoints")
     folder = standing_for(place)
-    try:
-        bucket = Bucket(place)
-        keys = bucket.list()
-        ends = [key.removesuffix("config.toml") for key in keys if key.endswith("config.toml")]
-        for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
-            BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
-    except BucketError as error:
-        raise error.for_user() from None
+    bucket = Bucket(place)
+    keys = bucket.list()
+    if MANIFEST_NAME in keys:  # a checkpoint that is no run's
+        BucketStorage(bucket, folder.parent, checkpoints=folder.parent).fetch_description(folder, "")
+        return folder
+    ends = [key.removesuffix("config.toml") for key in keys if key.endswith("config.toml")]
+    for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
+        BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
     found = folder / f"{slash}{inside}".lstrip("/")
     if not ends or not found.exists():
         raise UserError(f"{name}: there is no run or checkpoint of that name in the bucket")
@@ -361,7 +383,7 @@ def taken(url: str, warn: Callable[[str], None]) -> Iterator[BucketStorage]:
     """
     folder = standing_for(url)
     bucket = Bucket(url)
-    try:
+    with errors_for_user():
         claim = claim_in(bucket, folder, {}, warn)
         claim.beat(lambda: None)
         try:
@@ -370,10 +392,9 @@ def taken(url: str, warn: Callable[[str], None]) -> Iterator[BucketStorage]:
             yield storage
         finally:
             claim.end()
-    except BucketError as error:
-        raise error.for_user() from None
 
 
+@errors_for_user()
 def with_tensors(checkpoint: Path) -> Path:
     """The same checkpoint; if its tensors are placeholders, their content is brought first.
 
@@ -383,11 +404,20 @@ def with_tensors(checkpoint: Path) -> Path:
     told = place_told(checkpoint)
     if told is None or told.get("has_content"):
         return checkpoint
-    try:
-        BucketStorage(Bucket(told["url"]), checkpoint.parent.parent).fill(checkpoint, told)
-    except BucketError as error:
-        raise error.for_user() from None
+    storage = BucketStorage(Bucket(told["url"]), checkpoint.parent.parent, checkpoints=checkpoint.parent)
+    storage.fill(checkpoint, told)
     return checkpoint
+
+
+def put_as_saves_do(bucket: Bucket, key: str, path: Path, progress: Callable[[int], None]) -> None:
+    """Put a checkpoint's file as a save does, so that ranks can read the parts that they need (`bucket_files.Put`)."""
+    if not path.name.startswith(_OF_A_RANK):
+        bucket_files.put_file(bucket, key, path, progress)
+        return
+    with _Upload(bucket, key) as upload, path.open("rb") as file:
+        while content := file.read(PART_BYTES):
+            upload.write(content)
+            progress(file.tell())
 
 
 def _of_the_line(complete: set[str], begins: list[tuple[int, int, int]]) -> dict[int, str]:

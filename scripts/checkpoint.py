@@ -23,7 +23,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint import manifest as manifests
-from checkpoint.bucket_storage import local_copy, taken, with_tensors
+from checkpoint.bucket_storage import local_copy, put_as_saves_do, taken, with_tensors
 from checkpoint.find import find_checkpoint, require_run
 from checkpoint.folder import to_be_pruned
 from checkpoint.lock import BeingRead, lock
@@ -36,7 +36,16 @@ from configs.places import is_url, standing_for
 from configs.reading.keys import flat
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
-from scripts.command import checkpoint_in, end, folder_argument, parser_of, place_argument, positive, run_command
+from scripts.command import (
+    checkpoint_in,
+    end,
+    folder_argument,
+    folder_for,
+    parser_of,
+    place_argument,
+    positive,
+    run_command,
+)
 from trainer.report.console import Console, Row
 from trainer.report.units import count, duration, size
 
@@ -190,8 +199,12 @@ def average(options: argparse.Namespace, console: Console) -> int:
     checkpoints = [found for path in options.checkpoint for found in _last(path, options.last)]
     from checkpoint.export.average import average as write_average
 
-    with console.progress(f"Averaging to {options.output}", in_bytes=True) as report:
-        write_average(checkpoints, options.output, report)
+    home = options.output if is_url(options.output) else None
+    with (
+        folder_for(options.output, MANIFEST_NAME, console, put_as_saves_do) as output,
+        console.progress(f"Averaging to {options.output}", in_bytes=True) as report,
+    ):
+        write_average(checkpoints, output, report, home)
     names = ", ".join(str(checkpoint) for checkpoint in checkpoints)
     console.line(f"{options.output}: the {'average in' if len(checkpoints) == 1 else 'mean of'} {names}")
     return 0
@@ -316,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     averaged.add_argument(
         "checkpoint", type=place_argument, nargs="+", metavar="CHECKPOINT", help="run folders or checkpoints"
     )
-    averaged.add_argument("output", type=folder_argument, metavar="OUTPUT")
+    averaged.add_argument("output", metavar="OUTPUT", help="folder to create, or s3://BUCKET/NAME")
     averaged.add_argument("--last", type=positive, metavar="N", help="of each run folder, the newest N checkpoints")
     command("metadata", metadata, "checkpoint", "output")
     pruned = command("prune", prune, "folder")

@@ -2,11 +2,14 @@
 
 import argparse
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from checkpoint.bucket_files import Put, put_folder, room_for
 from checkpoint.bucket_storage import local_copy, with_tensors
 from checkpoint.find import find_checkpoint
 from configs.errors import ConfigError, KeelError, UserError, files_that_fail
@@ -173,6 +176,29 @@ def folder_argument(text: str) -> Path:
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text}: this command writes into folders of this host's disks only")
     return Path(text)
+
+
+@contextmanager
+def folder_for(output: str, manifest: str, console: Console, put: Put | None = None) -> Iterator[Path]:
+    """The folder for a command to create; if `output` is in object storage, its files are put there at the end.
+
+    Args:
+        output: a folder or a place.
+        manifest: the name of the file that is put last.
+        console: shows how far it is.
+        put: how each file is put.
+
+    Raises:
+        UserError: something is there, or the bucket refuses.
+    """
+    if not is_url(output):
+        yield Path(output)
+        return
+    folder = room_for(output)
+    yield folder
+    with console.progress(f"Putting {output}", in_bytes=True) as report:
+        put_folder(folder, output, manifest, report, put)
+    shutil.rmtree(folder)
 
 
 def checkpoint_in(source: Path, console: Console) -> Path:

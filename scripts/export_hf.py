@@ -11,20 +11,16 @@ each rank that wrote some, and index.json says where each part is. --gather choo
 """
 
 import argparse
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from checkpoint.bucket_files import put_folder, room_for
 from checkpoint.find import HF_CONFIG_NAME, tokenizer_of
 from configs.errors import UserError
-from configs.places import is_url
-from scripts.command import checkpoint_in, end, parser_of, place_argument, run_command
+from scripts.command import checkpoint_in, end, folder_for, parser_of, place_argument, run_command
 from trainer.report.console import Console
 from trainer.report.units import parse_size
 
@@ -47,27 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gather needs --optimizer")
 
     def work(console: Console) -> None:
-        with _folder_for(options, console) as output:
+        from scripts.export.optimizer import INDEX_NAME
+
+        with folder_for(options.output, INDEX_NAME if options.optimizer else HF_CONFIG_NAME, console) as output:
             checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
             export = _export_optimizer if options.optimizer else _export_model
             export(checkpoint, output, options, console)
 
     return run_command(work, "stopped; the export is not complete")
-
-
-@contextmanager
-def _folder_for(options: argparse.Namespace, console: Console) -> Iterator[Path]:
-    """The folder to create; if it is for a place in object storage, its files are put there at the end."""
-    if not is_url(options.output):
-        yield Path(options.output)
-        return
-    folder = room_for(options.output)
-    yield folder
-    from scripts.export.optimizer import INDEX_NAME
-
-    with console.progress(f"Putting {options.output}", in_bytes=True) as report:
-        put_folder(folder, options.output, INDEX_NAME if options.optimizer else HF_CONFIG_NAME, report)
-    shutil.rmtree(folder)
 
 
 def _export_model(checkpoint: Path, output: Path, options: argparse.Namespace, console: Console) -> None:

@@ -17,20 +17,29 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from checkpoint.bucket_storage import with_tensors
+from checkpoint.bucket_storage import FORKED, put_as_saves_do, with_tensors
 from checkpoint.find import find_checkpoint, keep_tokenizer, require_run, tokenizer_of
-from checkpoint.manifest import UNFINISHED, Manifest, read_manifest, read_trainer_state, step_folder, steps_in
+from checkpoint.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED,
+    Manifest,
+    read_manifest,
+    read_trainer_state,
+    step_folder,
+    steps_in,
+)
 from configs.errors import ConfigError, UserError, listed
 from configs.files import write_atomically
 from configs.load import LoadedConfig, load
-from configs.places import COPIES
+from configs.places import COPIES, is_url
 from configs.reading.toml_text import value_text
 from configs.run_stages import later_diff, stage_of
 from scripts.command import (
     end,
-    folder_argument,
+    folder_for,
     parsed,
     parser_of,
+    place,
     place_argument,
     positive,
     refuse_keys,
@@ -56,9 +65,9 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     refuse_keys(overrides, ["job.output_dir", "job.name"], "--output FOLDER names the new run, and its folder")
     refuse_keys(overrides, _OF_THE_FORK, "a fork sets it itself; leave it out")
     run: Path = options.run
-    output: Path = options.output or (Path("runs") if COPIES in run.parents else run.parent) / f"{run.name}-fork"
+    output: str = options.output or str((Path("runs") if COPIES in run.parents else run.parent) / f"{run.name}-fork")
     require_run(run)
-    if output.exists():
+    if not is_url(output) and Path(output).exists():
         raise UserError(f"{output} exists; name another folder with --output")
     checkpoint = _checkpoint(run, options.at, options.at_tokens)
     manifest = read_manifest(checkpoint)
@@ -67,14 +76,18 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     _require_fitting(checkpoint, manifest, job)
     saved = read_trainer_state(checkpoint)
     position = _position(saved, manifest, job)
-    unfinished = output.with_name(output.name + UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
-        unfinished.rename(output)
-    except BaseException:
+    inside = f"checkpoints/step-{manifest.step:08d}"
+    with folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder:
+        unfinished = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        try:
+            _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
+            if is_url(output):
+                _move_into(unfinished / inside, FORKED)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
     console.line(f"{output} begins at step {manifest.step} of {run} ({count(manifest.tokens)} tokens)")
     for line in changes or ["nothing of what is learned differs"]:
         console.line(f"  {line}")
@@ -87,8 +100,16 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         )
     for warning in job.warnings:
         console.warning(warning)
-    command = shlex.join(["keel", "train", str(output / "config.toml"), "--ranks", "N"])
+    command = shlex.join(["keel", "train", str(place(output) / "config.toml"), "--ranks", "N"])
     console.line(f"to train it: {command}")
+
+
+def _move_into(folder: Path, name: str) -> None:
+    """Move the files of a folder into a new one in it."""
+    files = list(folder.iterdir())
+    (folder / name).mkdir()
+    for file in files:
+        file.rename(folder / name / file.name)
 
 
 def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:
@@ -104,7 +125,7 @@ def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:
     return step_folder(root, fitting[-1])
 
 
-def _job_of(run: Path, output: Path, without: Sequence[str], overrides: Sequence[str]) -> LoadedConfig:
+def _job_of(run: Path, output: str, without: Sequence[str], overrides: Sequence[str]) -> LoadedConfig:
     """The new run's job.
 
     Raises:
@@ -112,7 +133,7 @@ def _job_of(run: Path, output: Path, without: Sequence[str], overrides: Sequence
     """
     file = str(run / "config.toml")
     own = [f"--{key}={value}" for key, value in _OF_THE_FORK.items()]
-    words = [*overrides, *own, "--job.output_dir", str(output), "--job.name", output.name]
+    words = [*overrides, *own, "--job.output_dir", output, "--job.name", Path(output).name]
     job = load(file, words, is_stored=True)
     if not without:
         return job
@@ -186,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     add("run", type=place_argument, metavar="RUN", help="run folder")
     add("--at", type=positive, metavar="STEP", help="step of one of its checkpoints (default: the newest)")
     add("--at-tokens", type=positive, metavar="TOKENS", help="instead: the newest checkpoint of at most so many tokens")
-    add("--output", type=folder_argument, metavar="FOLDER", help="folder of the new run (default: RUN-fork)")
+    add("--output", metavar="FOLDER", help="folder of the new run, or s3://BUCKET/NAME (default: RUN-fork)")
     add("--without", action="append", default=[], metavar="SOURCE", help="leave out a source of data; may be repeated")
     return parser
 

@@ -3,7 +3,7 @@
 SOURCE is a folder with config.json and safetensors files of a family that Keel has (docs/hugging_face.md), or, with
 --as-it-is, of any family that the installed transformers has (architecture = "hf"). OUTPUT gets the
 weights, the tokenizer and model.toml, a base for job files. A job starts from them with
-`checkpoint.init_from = "OUTPUT"`, on any mesh.
+`checkpoint.init_from = "OUTPUT"`, on any mesh. OUTPUT may be a place in object storage.
 """
 
 import argparse
@@ -13,10 +13,14 @@ from pathlib import Path
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.bucket_files import bring
+from checkpoint.bucket_storage import put_as_saves_do
 from checkpoint.find import HF_CONFIG_NAME
+from checkpoint.manifest import MANIFEST_NAME
 from configs.errors import UserError
 from configs.files import whole
-from scripts.command import end, folder_argument, parser_of, run_command
+from configs.places import is_url
+from scripts.command import end, folder_for, parser_of, place, run_command
 from trainer.report.console import Console
 
 
@@ -25,21 +29,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
-        if not (options.source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
-            what = f"it has no {HF_CONFIG_NAME}" if options.source.is_dir() else "no such folder"
-            raise UserError(f"{whole(options.source)} is not a Hugging Face model folder: {what}")
+        source = Path(options.source)
+        if is_url(options.source):
+            with console.progress(f"Bringing {options.source}", in_bytes=True) as report:
+                source = bring(options.source, report)
+        if not (source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
+            what = f"it has no {HF_CONFIG_NAME}" if source.is_dir() else "no such folder"
+            raise UserError(f"{whole(source)} is not a Hugging Face model folder: {what}")
         from checkpoint.export.hf_import import MODEL_TOML, import_hf, unread
         from scripts.export.hf_tokenizer import find_tokenizer
 
-        tokenizer = find_tokenizer(options.source)
-        with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
-            import_hf(options.source, options.output, tokenizer, options.dtype, report, options.as_it_is)
-        for what in () if options.as_it_is else unread(options.source):
+        tokenizer = find_tokenizer(source)
+        home = options.output if is_url(options.output) else str(Path(options.output).resolve())
+        with (
+            folder_for(options.output, MANIFEST_NAME, console, put_as_saves_do) as output,
+            console.progress(f"Importing to {options.output}", in_bytes=True) as report,
+        ):
+            import_hf(source, output, tokenizer, options.dtype, report, options.as_it_is, home)
+        for what in () if options.as_it_is else unread(source):
             console.warning(what)
         if tokenizer is None:
-            console.warning(f"{options.source} has no tokenizer that Keel can read; set tokenizer.path to one")
-        output = options.output.resolve()  # a base is relative to the job file
-        console.line(f'To train it: base = "{output / MODEL_TOML}", checkpoint.init_from = "{output}"')
+            console.warning(f"{source} has no tokenizer that Keel can read; set tokenizer.path to one")
+        base = place(options.output).resolve() / MODEL_TOML  # a base is relative to the job file
+        console.line(f'To train it: base = "{base}", checkpoint.init_from = "{home}"')
 
     return run_command(work, "stopped; nothing was written")
 
@@ -47,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="folder of a Hugging Face model")
-    add("output", type=folder_argument, metavar="OUTPUT", help="folder to create")
+    add("source", metavar="SOURCE", help="folder of a Hugging Face model; or its place in object storage")
+    add("output", metavar="OUTPUT", help="folder to create; or its place in object storage, s3://BUCKET/NAME")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),

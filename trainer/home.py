@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from checkpoint.bucket import Bucket, BucketError
+from checkpoint.bucket import Bucket, errors_for_user
 from checkpoint.bucket_launch import Claim, claim_in
 from checkpoint.bucket_storage import BucketStorage
 from checkpoint.incarnation import FOLDER, Incarnation, Superseded
@@ -91,13 +91,11 @@ class _InBucket:
 
     def take(self, job: LoadedConfig, console: Console) -> int | None:
         lock(self._folder, console.warning)
-        try:
+        with errors_for_user():
             self._bucket.require_usable()
             claim = claim_in(self._bucket, self._folder, facts_of_launch(job), console.warning, waits=bool(job.choice))
             storage = BucketStorage(self._bucket, self._folder, claim)
             storage.fetch(console.line)
-        except BucketError as error:
-            raise error.for_user() from None
         claim.beat(storage.push_status)
         self.incarnation = claim
         self.storage = self._taken = storage
@@ -114,10 +112,8 @@ class _InBucket:
 
     def require_seen(self) -> None:
         def look() -> None:
-            try:
+            with errors_for_user():
                 self._bucket.list(f"{FOLDER}/")
-            except BucketError as error:
-                raise error.for_user() from None
 
         on_all_ranks(look)
 

@@ -24,7 +24,7 @@ from checkpoint.verify import check_tensors
 from configs.errors import UserError
 
 
-def average(checkpoints: Sequence[Path], output: Path, progress: Progress) -> None:
+def average(checkpoints: Sequence[Path], output: Path, progress: Progress, place: str | None = None) -> None:
     """Write a checkpoint with averaged weights; it takes the memory of a few times the largest tensor.
 
     Args:
@@ -33,6 +33,7 @@ def average(checkpoints: Sequence[Path], output: Path, progress: Progress) -> No
             arXiv:2209.14981). Buffers and weights that are not averaged are the last one's.
         output: folder to create.
         progress: is told the bytes.
+        place: where the output will be, for what is written into it; None: where it is.
 
     Raises:
         UserError: one is damaged, has no average or other tensors, or the output exists or can't be written.
@@ -50,7 +51,7 @@ def average(checkpoints: Sequence[Path], output: Path, progress: Progress) -> No
             if tokenizer := tokenizer_of(last.folder):
                 name = f"tokenizer{tokenizer.suffix}"
                 files[name] = write_bytes(folder / name, tokenizer.read_bytes())
-                config["tokenizer"] = config["tokenizer"] | {"path": str(output.resolve() / name)}
+                config["tokenizer"] = config["tokenizer"] | {"path": f"{place or output.resolve()}/{name}"}
             draft = replace(last.manifest, config=config, config_hash=config_hash(config), validation_loss=None)
             commit(FolderStorage(), folder, output, draft, files, "{}")
 

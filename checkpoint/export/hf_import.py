@@ -44,6 +44,7 @@ def import_hf(
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
     as_it_is: bool = False,
+    place: str | None = None,
 ) -> None:
     """Write the model in a Hugging Face folder as a checkpoint: weights only, for `checkpoint.init_from`.
 
@@ -57,12 +58,14 @@ def import_hf(
             represents all of them exactly.
         progress: called after each tensor.
         as_it_is: for architecture "hf", whatever the family; otherwise for Keel's own modules.
+        place: where the output will be, for what is written into it; None: where it is.
 
     Raises:
         UserError: the source can't be read, or Keel can't train its model, or the output exists or can't be written.
     """
+    place = place or str(output.resolve())
     if as_it_is:
-        _import_family(source, output, tokenizer, dtype, progress)
+        _import_family(source, output, tokenizer, dtype, progress, place)
         return
     config, model, tensors = open_folder(source)
     shapes = tensor_shapes(model)
@@ -72,7 +75,7 @@ def import_hf(
     names = sources(model)
     to_write = checkpoint_shapes(model).items()
     stream = ((name, count(read_source(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
-    _write_import(source, output, tokenizer, model, seq_len_of(config, source / CONFIG_NAME), target, stream)
+    _write_import(source, output, place, tokenizer, model, seq_len_of(config, source / CONFIG_NAME), target, stream)
 
 
 def unread(source: Path) -> list[str]:
@@ -90,18 +93,21 @@ def unread(source: Path) -> list[str]:
     return found
 
 
-def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress) -> None:
+def _import_family(
+    source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress, place: str
+) -> None:
     """Import a model to train as it is."""
     model, tensors = read_family(source, getattr(torch, dtype) if dtype else None)
     target = next(iter(tensors.values())).dtype
     count = Counter(progress, sum(n_bytes(tensor.shape, target) for tensor in tensors.values()))
     stream = ((f"model.{name}", count(tensor)) for name, tensor in tensors.items())
-    _write_import(source, output, tokenizer, model, family.seq_len_of(model), target, stream)
+    _write_import(source, output, place, tokenizer, model, family.seq_len_of(model), target, stream)
 
 
 def _write_import(
     source: Path,
     output: Path,
+    place: str,
     tokenizer: Path | None,
     model: AnyModel,
     seq_len: int,
@@ -114,18 +120,18 @@ def _write_import(
         tables: dict[str, Any] = {"model": model.model_dump()}
         if tokenizer:
             files[tokenizer.name] = write_bytes(folder / tokenizer.name, tokenizer.read_bytes())
-            tables["tokenizer"] = {"path": str(output.resolve() / tokenizer.name)}
-        toml = _toml_heading(source, output) + table_text(tables)
+            tables["tokenizer"] = {"path": f"{place}/{tokenizer.name}"}
+        toml = _toml_heading(source, place) + table_text(tables)
         files[MODEL_TOML] = write_bytes(folder / MODEL_TOML, toml.encode())
         training = {"dtype": dtype_name(target), "seq_len": seq_len}
         tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
         commit(storage, folder, output, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
 
 
-def _toml_heading(source: Path, output: Path) -> str:
+def _toml_heading(source: Path, place: str) -> str:
     return (
         f"# The shape of the model that was imported from {source}. To continue training it, in a job file:\n"
-        f'#   base = "{output.resolve() / MODEL_TOML}", and in [checkpoint] init_from = "{output.resolve()}"\n\n'
+        f'#   base = "{place}/{MODEL_TOML}", and in [checkpoint] init_from = "{place}"\n\n'
     )
 
 

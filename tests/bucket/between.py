@@ -20,6 +20,11 @@ class Between:
     passes = 0
     """How many requests are passed on before `error` is the answer."""
 
+    spares = "-"
+    """The method of requests that are always passed on."""
+    unanswered: str | None = None
+    """A text in the request line of one request that is passed on, but answered with 503; then None."""
+
     def __init__(self, port: int) -> None:
         self.port = port
         self._lock = threading.Lock()
@@ -49,11 +54,14 @@ def between(environment: dict[str, str]) -> Iterator[tuple[Between, dict[str, st
                 body += self.rfile.read(min(left, _CHUNK_BYTES))
                 way.pay(min(left, _CHUNK_BYTES))
             way.passes -= 1
-            if way.error and way.passes < 0:
+            if way.error and way.passes < 0 and self.command != way.spares:
                 status, code = way.error
                 headers, content = [], f"<Error><Code>{code}</Code><Message>said</Message></Error>".encode()
             else:
                 status, headers, content = self.passed_on(bytes(body))
+            if way.unanswered and way.unanswered in self.requestline:
+                way.unanswered = None
+                status, headers, content = 503, [], b""
             self.send_response_only(status)
             for name, value in headers:
                 if name.lower() not in ("transfer-encoding", "connection", "content-length"):

@@ -3,6 +3,7 @@
 It listens on 127.0.0.1 alone and keeps its objects in a folder, also when it is killed and started again.
 """
 
+import json
 import os
 import signal
 import socket
@@ -141,6 +142,11 @@ class Ceph:
         """Kill the gateway in the middle of what it does."""
         self._kill("client.rgw")
 
+    def entries(self, bucket: str) -> list[str]:
+        """The names of what is in a bucket, with the parts of uploads that have not come to their end."""
+        command = ("radosgw-admin", "bucket", "list", f"--bucket={bucket}", "--allow-unordered", "--max-entries=100000")
+        return [entry["name"] for entry in json.loads(self._run(*command))]
+
     def stop(self) -> None:
         for file in (self.folder / "run").glob("*.pid"):
             self._kill(file.stem)
@@ -154,7 +160,7 @@ class Ceph:
             while Path(f"/proc/{pid}").exists():
                 time.sleep(0.01)
 
-    def _run(self, *command: str) -> None:
+    def _run(self, *command: str) -> str:
         try:
             done = subprocess.run(
                 command,
@@ -168,6 +174,7 @@ class Ceph:
             raise Unavailable(f"{command[0]}: {error}") from None
         if done.returncode != 0:
             raise Unavailable(f"{command[0]} does not run here: {done.stderr.strip()[-300:]}")
+        return done.stdout
 
 
 def _free_ports(count: int) -> list[int]:

@@ -38,6 +38,14 @@ class Objects:
         self._lock = threading.Lock()
         self._stored: dict[str, Stored] = {}
         self._puts = 0
+        self.parts: dict[str, dict[str, bytes]] = {}
+        """Of each upload that has not come to its end, what has arrived."""
+        self.uploads = 0
+        """How many uploads in parts were made."""
+        self.answers_lost = 0
+        """To how many requests that end an upload the answer is 503, although they are fulfilled."""
+        self.uploads_lost = False
+        """Whether all uploads are gone when they should end."""
 
     def put(self, key: str, content: bytes, create: bool) -> Stored | None:
         """Put an object; None if it must not exist, and does."""
@@ -47,6 +55,18 @@ class Objects:
             self._puts += 1
             self._stored[key] = Stored(content, f"0x{self._puts:X}", datetime.now(UTC))
             return self._stored[key]
+
+    def put_part(self, upload: str, name: str, content: bytes) -> None:
+        with self._lock:
+            self.parts.setdefault(upload, {})[name] = content
+
+    def complete(self, upload: str, key: str, names: list[str]) -> Stored:
+        """Put an object, of these parts in this order."""
+        parts = self.parts.pop(upload)
+        self.uploads += 1
+        put = self.put(key, b"".join(parts[name] for name in names), create=False)
+        assert put
+        return put
 
     def get(self, key: str) -> Stored | None:
         return self._stored.get(key)
@@ -150,6 +170,31 @@ class Google(_Server):
     no_object = "NoSuchKey"
     no_container = "NoSuchBucket"
 
+    def on_object(self, key: str) -> None:
+        """The XML API's multipart upload, or what the two clouds have alike."""
+        upload = self.query.get("uploadId", "")
+        if "uploads" in self.query:
+            root = ElementTree.Element("InitiateMultipartUploadResult")
+            ElementTree.SubElement(root, "UploadId").text = f"upload of {key}"
+            self.answer_xml(200, root)
+        elif upload and self.command == "PUT":
+            self.objects.put_part(upload, self.query["partNumber"], self.body)
+            self.answer(200, headers={"ETag": f'"{len(self.body)}"'})
+        elif upload and self.command != "PUT" and (self.objects.uploads_lost or upload not in self.objects.parts):
+            self.fail(404, "NoSuchUpload")
+        elif upload and self.command == "POST":
+            put = self.objects.complete(upload, key, re.findall("<PartNumber>(.*?)</PartNumber>", self.body.decode()))
+            root = ElementTree.Element("CompleteMultipartUploadResult")
+            ElementTree.SubElement(root, "ETag").text = f'"{put.e_tag}"'
+            is_lost = self.objects.answers_lost > 0
+            self.objects.answers_lost -= is_lost
+            self.answer_xml(503 if is_lost else 200, root)
+        elif upload:
+            self.objects.parts.pop(upload)
+            self.answer(204)
+        else:
+            super().on_object(key)
+
     @staticmethod
     def environment(endpoint: str) -> dict[str, str]:
         """A client's, with which it talks to the server at `endpoint`."""
@@ -180,6 +225,17 @@ class Azure(_Server):
     exists = (409, "BlobAlreadyExists")
     no_object = "BlobNotFound"
     no_container = "ContainerNotFound"
+
+    def on_object(self, key: str) -> None:
+        """Put Block and Put Block List, or what the two clouds have alike."""
+        if self.query.get("comp") == "block":
+            self.objects.put_part(key, self.query["blockid"], self.body)
+            self.answer(201)
+        elif self.query.get("comp") == "blocklist":
+            blocks = re.findall("<(?:Uncommitted|Latest)>(.*?)</", self.body.decode())
+            self.answer(201, headers=self.described(self.objects.complete(key, key, blocks)))
+        else:
+            super().on_object(key)
 
     @staticmethod
     def environment(endpoint: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from checkpoint.bucket_files import bring
 from checkpoint.bucket_launch import claim_in
 from checkpoint.manifest import MANIFEST_NAME
 from scripts import checkpoint as checkpoint_script
-from scripts import compare, export_hf, fork, report, runs
+from scripts import compare, export_hf, fork, import_hf, report, runs
 from tests.bucket.ceph import ACCESS_KEY, SECRET_KEY, Ceph
 from tests.end_to_end.launch import (
     ENVIRONMENT,
@@ -110,6 +110,46 @@ def test_runs_that_begin_at_one_in_a_bucket(server: Ceph, tmp_path: Path, monkey
     assert checkpoint_script.main(["prune", url, "--keep-last", "1"]) == 0
     assert not Bucket(url).list("checkpoints/step-00000010/")
     assert checkpoint_script.main(["verify", url]) == 0
+
+
+def test_results_of_commands_in_the_bucket(server: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A fork, a mean and an import, made by one host and used by others, have the bits of those on a disk."""
+    a, b, c, d = (fresh(tmp_path, name) for name in "abcd")
+    url = "s3://keel/source"
+    launch(tmp_path, f"{WORDS} --job.output_dir whole")
+    launch(a, f"{WORDS} --job.output_dir {url}", env=server.environment)
+    monkeypatch.chdir(b)
+    lower = ("--optimizer.lr", "0.001")
+    assert fork.main([url, "--at", "10", "--output", "s3://keel/forked", *lower]) == 0
+    assert fork.main([str(tmp_path / "whole"), "--at", "10", "--output", str(tmp_path / "forked"), *lower]) == 0
+    job = b / "runs/copies/s3/keel/forked/config.toml"
+    launch(tmp_path, "", ranks=2, config=tmp_path / "forked/config.toml")
+    launch(c, "", ranks=2, config=job, env=server.environment)
+    assert curve(c / "runs/s3/keel/forked") == curve(tmp_path / "forked")
+    assert checkpoint_script.main(["verify", "s3://keel/forked"]) == 0
+
+    assert checkpoint_script.main(["average", url, "s3://keel/mean", "--last", "2"]) == 0
+    assert checkpoint_script.main(["average", str(tmp_path / "whole"), str(tmp_path / "mean"), "--last", "2"]) == 0
+    assert export_hf.main([str(tmp_path / "whole"), "s3://keel/as_hf"]) == 0
+    assert export_hf.main([str(tmp_path / "whole"), str(tmp_path / "as_hf")]) == 0
+    assert import_hf.main(["s3://keel/as_hf", "s3://keel/imported"]) == 0
+    assert import_hf.main([str(tmp_path / "as_hf"), str(tmp_path / "imported")]) == 0
+    for name in ("mean", "imported"):
+        words = f"{WORDS} --training.steps 2 --job.output_dir {name}_begun --checkpoint.init_from"
+        launch(tmp_path, f"{words} {tmp_path / name}", ranks=2)
+        launch(d, f"{words} s3://keel/{name}", ranks=2, env=server.environment)
+        assert curve(d / f"{name}_begun") == curve(tmp_path / f"{name}_begun")
+        copied = d / f"runs/copies/s3/keel/{name}/__0_0.distcp"
+        assert not copied.read_bytes().strip(b"\0")  # only the parts were read
+        assert checkpoint_script.main(["verify", f"s3://keel/{name}"]) == 0
+        assert export_hf.main([f"s3://keel/{name}", f"{name}_hf"]) == 0
+        assert export_hf.main([str(tmp_path / name), f"{name}_hf_here"]) == 0
+        assert content(Path(f"{name}_hf")) == content(Path(f"{name}_hf_here"))
+        again = ["average", url, f"s3://keel/{name}", "--last", "2"]
+        assert checkpoint_script.main(again) == 1  # never replaced
+    assert fork.main([url, "--at", "10", "--output", "s3://keel/forked"]) == 1
+    copies = b / "runs/copies/s3/keel"
+    assert not [path for path in copies.iterdir() if path.name.endswith((".new", ".unfinished"))]
 
 
 def test_commands_after_a_save_find_the_tensors(server: Ceph, tmp_path: Path):

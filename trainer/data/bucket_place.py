@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from checkpoint.bucket import Bucket, BucketError, Patience, Stored
+from checkpoint.bucket import Bucket, BucketError, Patience, Stored, errors_for_user
 from checkpoint.bucket_files import UNFINISHED
 from configs.errors import OutageError, UserError
 from configs.places import url_fault
@@ -77,10 +77,8 @@ class BucketPlace:
         if fault := url_fault(url):
             raise UserError(f"{url}: {fault}")
         self.bucket = Bucket(url, patient=_PATIENCE)
-        try:
+        with errors_for_user():
             self._objects = self.bucket.objects()
-        except BucketError as error:
-            raise error.for_user() from None
         if not self._objects:
             raise UserError(f"{url}: there is nothing below this name; keel prepare --output puts token files there")
         if UNFINISHED in self._objects:

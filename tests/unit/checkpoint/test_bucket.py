@@ -38,7 +38,6 @@ from configs.places import local_folder, url_fault  # noqa: E402
 from configs.schema import Checkpoint  # noqa: E402
 from scripts import checkpoint as checkpoint_script  # noqa: E402
 from scripts import export_hf  # noqa: E402
-from scripts.keel import main as keel_main  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
     CONFIG,
@@ -464,6 +463,16 @@ def fresh(tmp_path):
     return Path(tempfile.mkdtemp(dir=tmp_path))
 
 
+def test_a_fork_that_was_not_put_to_its_end_is_no_run(objects, tmp_path):
+    """A launch would begin it from scratch."""
+    objects.mkdir(parents=True)
+    (objects / UNFINISHED).touch()
+    with pytest.raises(UserError, match=f"{URL} has not been put to its end; run the command that puts it again"):
+        launched(tmp_path / "a", 10)
+    (objects / UNFINISHED).unlink()
+    assert launched(tmp_path / "a", 10) is None
+
+
 def test_a_fork_keeps_its_content_when_the_copy_changes(objects, tmp_path, monkeypatch):
     """They share files."""
     launched(tmp_path / "a", 10)
@@ -684,13 +693,3 @@ def test_a_place_to_begin_from(key):
     load(str(ROOT / "tests/end_to_end/tiny.toml"), (f"--checkpoint.{key}", URL))
     with pytest.raises(ConfigError, match=rf"checkpoint\.{key}: a place in object storage is s3://"):
         load(str(ROOT / "tests/end_to_end/tiny.toml"), (f"--checkpoint.{key}", "ftp://bucket/run"))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["import", "models/a", URL], ["fork", "runs/a", "--output", URL], ["checkpoint", "average", "runs/a", URL]],
-)
-def test_a_result_that_no_bucket_takes(words, capsys):
-    with pytest.raises(SystemExit):
-        keel_main(words)
-    assert f"{URL}: this command writes into folders of this host's disks only" in capsys.readouterr().err
