@@ -117,11 +117,12 @@ def _by_memory(config: Config, _: int | None) -> Iterator[Problem]:
     if config.training.micro_batch_size == "auto":
         further = further_run_keys({"training": config.training.model_dump(), "float8": config.float8.model_dump()})
         if "training.micro_batch_size" in further:
-            run_key = 'training.reduction = "exact"' if config.training.reduction == "exact" else "float8.recipe"
+            is_exact = config.training.reduction == "exact"
+            why = 'training.reduction = "exact"' if is_exact else f'float8.recipe = "{config.float8.recipe}"'
             yield (
                 "training.micro_batch_size",
-                f'"auto" would let the memory decide what is learned: with {run_key}, sums and scales are of a '
-                "micro-batch, so its size is a run key; set a number",
+                f'micro_batch_size = "auto" would let a GPU\'s memory decide what is learned: with {why}, it is a run '
+                "key; set a number",
             )
 
 
