@@ -186,7 +186,9 @@ def _settings(config: Config, sizes: MeshSizes) -> Iterator[Config]:
         yield config
         return
     # A single rank gathers nothing, and a pipeline keeps what it gathers.
-    of_job = (1, 2, 3) if sizes.token_ranks > 1 and sizes.pp == 1 else (3,)
+    of_job = [1, 2, 3] if sizes.token_ranks > 1 and sizes.pp == 1 else [3]
+    if config.fsdp.accumulate == "reduce_last":
+        of_job = [each for each in of_job if each != 2]  # with which that key does nothing
     sequences = config.training.global_batch_size // sizes.dp
     divisors = [n for n in range(sequences, 0, -1) if sequences % n == 0]
     micro_batches = divisors if micro_batch == "auto" else [micro_batch]
