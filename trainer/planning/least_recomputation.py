@@ -165,7 +165,7 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mes
         return Choice(config, job, sizes, int(limit), estimate_memory(job, sizes, device_type, mesh).device)
 
     found = [_least_of(job, sizes, estimated) for job in _settings(config, sizes)]
-    fitting = [choice for choice in found if choice.needed <= limit]
+    fitting = [choice for choice in found if choice.needed <= limit and not check(choice.job, sizes.world_size)]
     if fitting:
         return min(fitting, key=lambda choice: _seconds(choice.job, sizes)) if len(found) > 1 else fitting[0]
     least = min(found, key=lambda choice: choice.needed)
