@@ -19,7 +19,7 @@ from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
 from configs.run_stages import stage_of
-from configs.schema import AnyModel, is_described, is_run_key
+from configs.schema import AnyModel, Config, is_described, is_run_key
 
 _MOST_COUNTS = 10
 """Numbers of ranks that `--validate` lists."""
@@ -128,22 +128,27 @@ def _parameters(model: AnyModel) -> str:
 def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
     config = loaded.config
     if loaded.choice:
-        steps = accumulation_steps(config, mesh_sizes(config, loaded.choice.ranks))
-        return f"{describe(config, loaded.choice)}, {steps} micro-batch{'es' * (steps != 1)} per step"
+        return f"{describe(config, loaded.choice)}{_cut(config, loaded.choice.ranks)}"
     if config.elastic.meshes:
         counts = [smallest_world_size(config.model_copy(update={"mesh": mesh})) for mesh in config.elastic.meshes]
         return f"elastic: {len(counts)} meshes, from {min(counts)} ranks"
     if world_size is not None:
-        sizes = mesh_sizes(config, world_size)
-        steps = accumulation_steps(config, sizes)
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-        mesh = f": {sizes}" if world_size > 1 else ""
-        return f"{ranks}{mesh}, {steps} micro-batch{'es' * (steps != 1)} per step"
+        mesh = f": {mesh_sizes(config, world_size)}" if world_size > 1 else ""
+        return f"{ranks}{mesh}{_cut(config, world_size)}"
     counts = _rank_counts(loaded)
     if len(counts) > _MOST_COUNTS:
         return f"{', '.join(map(str, counts[:_MOST_COUNTS]))} or up to {counts[-1]} ranks ({len(counts)} counts)"
     *others, most = map(str, counts)
     return f"{', '.join(others)}{' or ' if others else ''}{most} rank{'s' * (most != '1')}"
+
+
+def _cut(config: Config, ranks: int) -> str:
+    """How a global batch is cut: ", 2 micro-batches per step"; "" while that is not chosen."""
+    if config.training.micro_batch_size == "auto":
+        return ""
+    steps = accumulation_steps(config, mesh_sizes(config, ranks))
+    return f", {steps} micro-batch{'es' * (steps != 1)} per step"
 
 
 def _rank_counts(loaded: LoadedConfig) -> list[int]:

@@ -25,6 +25,7 @@ from configs.schema import (
     Mesh,
     Model,
     Source,
+    Training,
     is_described,
 )
 
@@ -174,6 +175,16 @@ def used_sources(config: Config) -> list[tuple[str, Source]]:
     return found
 
 
+def micro_batch_size(training: Training) -> int:
+    """Sequences that a data-parallel rank computes at once; 1 while "auto" is not chosen, which suits most meshes."""
+    return 1 if training.micro_batch_size == "auto" else training.micro_batch_size
+
+
+def zero_stage(fsdp: Fsdp) -> int:
+    """The stage of ZeRO; 3 while "auto" is not chosen, which takes the least memory."""
+    return 3 if fsdp.zero_stage == "auto" else fsdp.zero_stage
+
+
 def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
     """Number of micro-batches per optimizer step on each rank: global_batch_size / (dp x micro_batch_size).
 
@@ -181,7 +192,7 @@ def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
         ConfigError: the division has a remainder; the global batch is never rounded.
     """
     batch = config.training.global_batch_size
-    micro = config.training.micro_batch_size
+    micro = micro_batch_size(config.training)
     at_once = sizes.dp * micro
     if batch % at_once == 0:
         return batch // at_once
@@ -198,14 +209,14 @@ def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
 
 def reshard_after_forward(fsdp: Fsdp) -> Literal["default", "always", "never"]:
     """Whether to free gathered parameters after forward; ZeRO stages 1 and 2 keep them."""
-    return fsdp.reshard_after_forward if fsdp.zero_stage == 3 else "never"
+    return fsdp.reshard_after_forward if zero_stage(fsdp) == 3 else "never"
 
 
 def reduces_once(config: Config) -> bool:
     """Whether gradients are reduced only with the last micro-batch of a step."""
     if config.training.reduction == "exact":  # a rank's own micro-batches are no neighbors in the tree of sums
         return False
-    return config.fsdp.zero_stage == 1 or config.fsdp.accumulate == "reduce_last" or config.mesh.pp > 1
+    return zero_stage(config.fsdp) == 1 or config.fsdp.accumulate == "reduce_last" or config.mesh.pp > 1
 
 
 def buffer_factor(expert: Expert) -> float | None:

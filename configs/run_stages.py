@@ -14,7 +14,7 @@ from operator import getitem
 from typing import Any
 
 from configs.checks.rule import Problem
-from configs.layout import tokens_per_step
+from configs.layout import micro_batch_size, tokens_per_step
 from configs.own_code import is_admitted, is_import_path, takes
 from configs.reading.keys import KeyPath, dotted, find, leaves
 from configs.reading.merge import Layers
@@ -99,13 +99,19 @@ def steps_of_stages(stages: Sequence[RunStage], steps: int) -> list[int]:
 
 
 def largest(stages: Sequence[RunStage], steps: int) -> RunStage:
-    """The stage of a run of `steps` steps that takes the most memory: it has the most tokens in a micro-batch."""
+    """The stage of a run of `steps` steps that takes the most memory: it has the most tokens in a micro-batch.
+
+    Of stages whose micro-batch is chosen and that are equal in this, it has the largest batch, which may be cut in most
+    ways.
+    """
     trained = [stage for stage, n in zip(stages, steps_of_stages(stages, steps), strict=True) if n]
     return max(trained or stages[:1], key=_tokens_at_once)
 
 
-def _tokens_at_once(stage: RunStage) -> int:
-    return stage.config.training.micro_batch_size * stage.config.training.seq_len
+def _tokens_at_once(stage: RunStage) -> tuple[int, int]:
+    training = stage.config.training
+    is_open = training.micro_batch_size == "auto"
+    return micro_batch_size(training) * training.seq_len, training.global_batch_size * is_open
 
 
 def stage_of_position(stages: Sequence[RunStage], steps: int, begins: bool) -> RunStage:

@@ -159,8 +159,9 @@ class Training(Table):
     """Sequence length in tokens."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt = 1
-    """Sequences that a data-parallel rank computes at once (machine key, but a run key if reduction = "exact")."""
+    micro_batch_size: PositiveInt | Literal["auto"] = 1
+    """Sequences that a data-parallel rank computes at once (machine key, but a run key if reduction = "exact"); auto:
+    chosen within activation_checkpoint.memory_limit_gib."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     dtype: Dtype = "float32"
@@ -404,12 +405,14 @@ class Elastic(Table):
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
-    zero_stage: Annotated[Literal[1, 2, 3], only_with("partition", "rows", reason="which shards no rows")] = 3
+    zero_stage: Annotated[Literal[1, 2, 3, "auto"], only_with("partition", "rows", reason="which shards no rows")] = 3
     """3: gather parameters for each computation; 2: keep them gathered from forward to backward; 1: to the step's end,
-    and reduce gradients once per step."""
+    and reduce gradients once per step; auto: chosen within activation_checkpoint.memory_limit_gib."""
     reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
-        only_with("zero_stage", 3, of="always", reason="which keeps parameters gathered from forward to backward"),
+        only_with(
+            "zero_stage", 3, "auto", of="always", reason="which keeps parameters gathered from forward to backward"
+        ),
     ] = "default"
     """Free gathered parameters after forward; default: all but the last group's (none if mesh.pp > 1); never: like
     zero_stage = 2. On a single rank: free each group's copies in compute_dtype, by default only if they do not fit."""
@@ -419,7 +422,7 @@ class Fsdp(Table):
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
     accumulate: Annotated[
         Literal["reduce_every", "reduce_last"],
-        only_with("zero_stage", 1, 3, of="reduce_last", reason="which reduces every micro-batch"),
+        only_with("zero_stage", 1, 3, "auto", of="reduce_last", reason="which reduces every micro-batch"),
         only_with("training.reduction", "fast", of="reduce_last", reason="which reduces every micro-batch"),
     ] = "reduce_every"
     """reduce_last (always if mesh.pp > 1): reduce gradients once per step; until then they are unsharded."""

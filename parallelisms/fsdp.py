@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from configs.layout import cut_dim, reduces_once, reshard_after_forward
+from configs.layout import cut_dim, reduces_once, reshard_after_forward, zero_stage
 from configs.plan import plan_of
 from configs.schema import Comm, Config, Fsdp, Training
 from parallelisms.compute_copies import computes_with_copies
@@ -152,7 +152,7 @@ def prepare_backward(model: nn.Module, config: Config, is_last_micro_batch: bool
     model.set_is_last_backward(is_last_micro_batch)
     if reduces_once(config):
         model.set_requires_gradient_sync(is_last_micro_batch)
-    if config.fsdp.zero_stage == 1:
+    if zero_stage(config.fsdp) == 1:
         model.set_reshard_after_backward(is_last_micro_batch)
 
 

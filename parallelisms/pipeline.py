@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 )
 
 from configs.errors import UserError
-from configs.layout import accumulation_steps
+from configs.layout import accumulation_steps, micro_batch_size
 from configs.plan import plan_of
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
@@ -112,7 +112,7 @@ class Pipeline:
         is_whole = any(plan_of(module).keeps_sequences_whole for module in stages.values())
         parts = mesh.sizes.cp * (1 if is_whole else mesh.sizes.tp)
         self._hidden = torch.empty(
-            (training.micro_batch_size, training.seq_len // parts, config.model.dim),
+            (micro_batch_size(training), training.seq_len // parts, config.model.dim),
             dtype=getattr(torch, training.compute_dtype),
             device="meta",
             requires_grad=True,

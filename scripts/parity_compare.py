@@ -20,6 +20,7 @@ from checkpoint.reader import Description, Log
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
+from configs.run_stages import largest
 from configs.schema import Checkpoint
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
@@ -38,6 +39,7 @@ from scripts.proving.equal import (
 from trainer.data.loader import MicroBatch
 from trainer.guards.verdict import QueuedStep
 from trainer.lr_schedule import learning_rate_of
+from trainer.planning.least_recomputation import least_recomputation, with_choice
 from trainer.step import Learner, build_learner
 
 
@@ -128,12 +130,12 @@ def attention_that_compiles() -> Iterator[None]:
 
 def _train(job: LoadedConfig, detour: Detour, later: LoadedConfig) -> Trajectory:
     found = Trajectory()
-    learner = _learner(job)
+    job, learner = _learner(job)
     found.initial = _weights(learner) | copied(buffers_of(learner.stages.values()))
     end = detour.move_at or job.config.training.steps
     _go_on(learner, job, 0, end, detour, found)
     if detour.move_at:
-        learner = _moved(learner, later, detour)
+        later, learner = _moved(learner, later, detour)
         _go_on(learner, later, end, job.config.training.steps, detour, found)
     learner.finish_update()
     found.weights = _weights(learner)
@@ -145,9 +147,11 @@ def _weights(learner: Learner) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in learner.parameters.items()}
 
 
-def _learner(job: LoadedConfig) -> Learner:
+def _learner(job: LoadedConfig) -> tuple[LoadedConfig, Learner]:
+    """The job with what its limit of memory chooses on the mesh, and the learner."""
     mesh = build_mesh(mesh_sizes(job.config, dist.get_world_size()), torch.device("cpu"))
-    return build_learner(job.config, mesh, [stage.config for stage in job.later_stages])
+    job = with_choice(job, least_recomputation(largest(job.stages, job.config.training.steps).config, mesh))
+    return job, build_learner(job.config, mesh, [stage.config for stage in job.later_stages])
 
 
 def _go_on(learner: Learner, job: LoadedConfig, first: int, end: int, detour: Detour, found: Trajectory) -> None:
@@ -189,7 +193,7 @@ def _judged(learner: Learner, micro_batches: list[MicroBatch]) -> tuple[tuple[Te
     return gradients, step
 
 
-def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> Learner:
+def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> tuple[LoadedConfig, Learner]:
     """Save a learner's state by a checkpoint, and load it into a new learner, perhaps on another mesh."""
     manager = _checkpoints(detour.folder)
     manager.resume(learner.state())
@@ -197,12 +201,12 @@ def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> Learner:
     manager.save(detour.move_at, learner.state(), {"tokens": 0})
     manager.close()
     forget_process_groups()  # or DTensor would use groups of the mesh that is left
-    learner = _learner(job)
+    job, learner = _learner(job)
     manager = _checkpoints(detour.folder)
     assert manager.resume(learner.state()) is not None, "the checkpoint that was just saved is not found"
     manager.close()
     learner.was_loaded()
-    return learner
+    return job, learner
 
 
 def _checkpoints(folder: str) -> CheckpointManager:

@@ -25,7 +25,7 @@ from configs.load import find_job_file, load
 from configs.reading.overrides import words
 from configs.reading.toml_text import value_text
 from configs.schema import further_run_keys, is_run_key
-from scripts.parity_rows import BOUNDS, DECIDE_BITS, groups_of
+from scripts.parity_rows import AUTO, BOUNDS, DECIDE_BITS, groups_of
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool
@@ -351,7 +351,11 @@ def _machine(dice: random.Random, ranks: int, run: Keys, owners: bool) -> Keys:
     keys |= _some(dice, 0.15, {"comm.streams": "per_group"})
     keys |= _some(dice, 0.3, {"comm.prefetch": dice.choice((0, 2, 4))})
     keys |= _some(dice, 0.1, {"metrics.fingerprint": "true"})
-    return keys | _some(dice, 0.1, {"attention.backend": "flash2"})
+    keys |= _some(dice, 0.1, {"attention.backend": "flash2"})
+    if dice.random() < 0.1:  # what is recomputed is chosen, too
+        keys = {key: value for key, value in keys.items() if not key.startswith("activation_checkpoint.")}
+        keys |= {key: value for key, value in AUTO.items() if key not in run}
+    return keys
 
 
 def _fsdp(dice: random.Random, exact: bool) -> Keys:

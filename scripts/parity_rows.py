@@ -265,6 +265,7 @@ def table() -> Iterator[Row]:
     yield from owner_table()
     yield from freeze_rows()
     yield from memory_rows()
+    yield from auto_rows()
     yield from attention_rows()
     yield from moments_rows()
     yield from lion_rows()
@@ -491,6 +492,22 @@ def memory_rows() -> Iterator[Row]:
             overrides["activation_checkpoint.memory_limit_gib"] = gib
             overrides["compile.enable"] = str(how == "compiled").lower()
             yield Row(f"memory limit, {mesh}, {how}", 2, words(overrides))
+
+
+AUTO: dict[str, object] = {
+    "training.micro_batch_size": "auto",
+    "fsdp.zero_stage": "auto",
+    "activation_checkpoint.memory_limit_gib": 1,
+}
+"""ZeRO's stage and the micro-batch, chosen by a limit of memory that none exceeds."""
+
+
+def auto_rows() -> Iterator[Row]:
+    """ZeRO's stage and the micro-batch, chosen by memory; with a small limit, beside recomputation."""
+    for mesh, compiled in (("FSDP 2", False), ("HSDP 2x2", True), ("FSDP 2 x TP 2", False), ("PP 2 x FSDP 2", False)):
+        yield _row("chosen by memory, {mesh}, {how}", mesh, {}, compiled, also=AUTO)
+    small = AUTO | {"activation_checkpoint.memory_limit_gib": "0.0059"}
+    yield _row("chosen by little memory, {mesh}", "FSDP 2", {}, also=small)
 
 
 def _zero_rows() -> Iterator[Row]:

@@ -27,7 +27,7 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
 from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
-from trainer.planning.least_recomputation import chosen, least_recomputation
+from trainer.planning.least_recomputation import least_recomputation, with_choice
 from trainer.planning.skeleton import skeleton
 from trainer.planning.stage_table import stage_table
 from trainer.planning.unknown_names import require_known_names
@@ -86,8 +86,9 @@ class Opened:
             self.delta = delta_kernel(config, device, console.line)
             """What computes layers of kind delta; known before the memory is estimated. Empty if there are none."""
             self.recomputation = least_recomputation(largest(job.stages, config.training.steps).config, self.mesh)
-            """The recomputation that fits the memory; None: as the job says."""
-            self.config = config = chosen(config, self.recomputation)
+            """The recomputation that fits the memory, and what else is chosen with it; None: as the job says."""
+            job = with_choice(job, self.recomputation)
+            self.config = config = job.config
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
             self.float8 = float8_products(config, device)

@@ -347,7 +347,8 @@ def build_learner(config: Config, mesh: Mesh, later: Sequence[Config] = ()) -> L
         mesh: where this rank is.
         later: the configs of the other stages, which `Learner.begin_stage` takes.
     """
-    config = chosen(config, least_recomputation(config, mesh))
+    choice = least_recomputation(config, mesh)
+    config, *later = (chosen(each, choice) for each in (config, *later))
     stages, model_names = build_stages(config, mesh)
     for stage in stages.values():
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)

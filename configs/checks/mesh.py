@@ -6,7 +6,7 @@ from configs.architectures.llama_keys import n_further
 from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError, quotient
-from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes
+from configs.layout import accumulation_steps, mesh_sizes, micro_batch_size, smallest_world_size, tensor_parallel_sizes
 from configs.schema import Config, OwnModel, is_described
 from configs.stages import check_micro_batches, layers_of_stages
 
@@ -34,7 +34,7 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
             check_micro_batches(config, micro_batches)
         except ConfigError as error:
             batch = config.training.global_batch_size
-            micro = config.training.micro_batch_size
+            micro = micro_batch_size(config.training)
             yield (
                 "training.micro_batch_size",
                 f"global_batch_size {batch} / (dp {sizes.dp} x micro_batch_size {micro}) = {error}; change one of them",

@@ -9,8 +9,8 @@ from configs.checks.rule import Problem, Rule
 from configs.delta import reasons_against_kernels
 from configs.errors import ConfigError
 from configs.float8 import MULTIPLE
-from configs.layout import layer_numbers, mesh_sizes, smallest_world_size
-from configs.schema import Config, is_described
+from configs.layout import layer_numbers, mesh_sizes, micro_batch_size, smallest_world_size
+from configs.schema import Config, further_run_keys, is_described
 
 _GPU_ONLY = ("cudnn", "flash3", "flex")
 
@@ -104,6 +104,28 @@ def _why_no_attention(config: Config, backend: str) -> Iterator[str]:
         yield f'has no form for context.method = "{config.context.method}"; set context.method = "all_to_all"'
 
 
+def _by_memory(config: Config, _: int | None) -> Iterator[Problem]:
+    """What is chosen by memory needs a limit, and must not decide what is learned."""
+    chosen = {"training.micro_batch_size": config.training.micro_batch_size, "fsdp.zero_stage": config.fsdp.zero_stage}
+    for key, value in chosen.items():
+        if value == "auto" and not config.activation_checkpoint.memory_limit_gib:
+            yield (
+                key,
+                f'{key} = "auto" is chosen within a limit of memory, and there is none; set '
+                'activation_checkpoint.memory_limit_gib = "device" or a number of GiB, or set a number here',
+            )
+    if config.training.micro_batch_size == "auto":
+        further = further_run_keys({"training": config.training.model_dump(), "float8": config.float8.model_dump()})
+        if "training.micro_batch_size" in further:
+            is_exact = config.training.reduction == "exact"
+            why = 'training.reduction = "exact"' if is_exact else f'float8.recipe = "{config.float8.recipe}"'
+            yield (
+                "training.micro_batch_size",
+                f'micro_batch_size = "auto" would let a GPU\'s memory decide what is learned: with {why}, it is a run '
+                "key; set a number",
+            )
+
+
 def _float8(config: Config, _: int | None) -> Iterator[Problem]:
     float8 = config.float8
     training = config.training
@@ -119,11 +141,12 @@ def _float8(config: Config, _: int | None) -> Iterator[Problem]:
             "float8.recipe",
             "float8 matmuls have no float64 sums; set float8.emulate = true, or another compute_dtype",
         )
-    tokens = training.micro_batch_size * training.seq_len
+    micro_batch = micro_batch_size(training)
+    tokens = micro_batch * training.seq_len
     if float8.recipe != "rowwise_with_gw_hp" and tokens % config.mesh.cp == 0 and tokens // config.mesh.cp % MULTIPLE:
         yield (
             "training.micro_batch_size",
-            f"the gradients of weights are float8 matmuls over the micro-batch's {training.micro_batch_size} x "
+            f"the gradients of weights are float8 matmuls over the micro-batch's {micro_batch} x "
             f"{training.seq_len} / cp {config.mesh.cp} = {tokens // config.mesh.cp} tokens, which must be a multiple "
             f"of {MULTIPLE}",
         )
@@ -142,6 +165,7 @@ def _float8_gather(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
+    _by_memory,
     _owner_partition,
     _activation_checkpoint,
     _checkpointed_layers,

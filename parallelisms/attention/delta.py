@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from configs.architectures.llama_keys import is_delta
 from configs.delta import reasons_against_kernels
 from configs.errors import ConfigError
+from configs.layout import micro_batch_size
 from configs.plan import recurrent_of
 from configs.schema import Config, is_described
 
@@ -88,7 +89,7 @@ def _why_not(config: Config, device: torch.device, tries: bool = True) -> str:
     ranks = config.mesh.tp * config.mesh.cp
     heads = delta.key_heads // ranks, delta.value_heads // ranks, delta.key_head_dim, delta.value_head_dim
     if heads not in _outcomes and tries:
-        _outcomes[heads] = _outcome(config.training.micro_batch_size, config.training.seq_len, *heads, device)
+        _outcomes[heads] = _outcome(micro_batch_size(config.training), config.training.seq_len, *heads, device)
     return _outcomes.get(heads, _NOT_TRIED)
 
 

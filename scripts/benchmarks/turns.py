@@ -22,7 +22,7 @@ class KeelStep:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.learner: Learner = build_learner(config, mesh)
-        self.loader: DataLoader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+        self.loader: DataLoader = build_loader(self.learner.config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
         self._lr = config.optimizer.lr
         self._last: QueuedStep | None = None
 

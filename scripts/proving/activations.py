@@ -34,7 +34,7 @@ def activations(config_name: str, overrides: tuple[str, ...]) -> Activations:
         for stage in learner.stages.values():
             for name in plan_of(stage).blocks:
                 _listen(stage.get_submodule(name), seen.setdefault(name, []))
-        learner.evaluate(next(iter(batches(config, mesh.dp_rank, mesh.sizes.dp))), None)
+        learner.evaluate(next(iter(batches(learner.config, mesh.dp_rank, mesh.sizes.dp))), None)
     merged: Activations = {}
     for of_rank in gather(seen):
         for name, numbers in of_rank.items():

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
+from configs.layout import micro_batch_size
 from configs.load import LoadedConfig, load
 from configs.reading.overrides import words
 from configs.schema import Config, Model, Training, is_described
@@ -230,7 +231,7 @@ def _rung_of(job: str, overrides: Sequence[str], target: Config, model: Model, d
 def _batch_size(training: Training, times: float, ranks: int) -> int:
     """So much of a job's batch; of whole micro-batches of each rank, unless these are few."""
     wanted = training.global_batch_size * times
-    unit = ranks * training.micro_batch_size
+    unit = ranks * micro_batch_size(training)
     if wanted < 4 * unit:
         unit = ranks
     return unit * max(1, round(wanted / unit))
@@ -241,10 +242,8 @@ def _shortened(target: Config, steps: int, batch: int, ranks: int) -> Iterator[t
     training = target.training
     yield "training.steps", steps
     yield "training.global_batch_size", batch
-    yield (
-        "training.micro_batch_size",
-        max(n for n in range(1, training.micro_batch_size + 1) if batch // ranks % n == 0),
-    )
+    if (most := training.micro_batch_size) != "auto":
+        yield "training.micro_batch_size", max(n for n in range(1, most + 1) if batch // ranks % n == 0)
     yield "validation.interval", steps // VALIDATIONS
     in_steps = steps / training.steps
     schedule = target.lr_schedule

@@ -44,7 +44,7 @@ def final_loss(config: Config, mesh: Mesh) -> float:
 def _train(config: Config, mesh: Mesh, steps: int, look: Callable[[Learner, Tensor], None]) -> list[float]:
     """Train, and call `look` before the first step and after each; returns the losses, until one is not finite."""
     learner = build_learner(config, mesh)
-    loader = build_loader(config, 0, 1, start_sample=0)
+    loader = build_loader(learner.config, 0, 1, start_sample=0)
     losses: list[float] = []
     try:
         for step, micro_batches in enumerate(islice(loader, steps + 1)):

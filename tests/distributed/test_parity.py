@@ -11,6 +11,7 @@ from scripts.parity_rows import (
     Row,
     ademamix_rows,
     attention_rows,
+    auto_rows,
     float8_rows,
     further_rows,
     lion_rows,
@@ -31,7 +32,7 @@ from trainer.planning.least_recomputation import planned_choice
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
 ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, muon_rows, float8_rows, qk_norm_rows)
-ROWS_OF_KEYS += (ademamix_rows, torch_rows, qk_clip_rows, tied_rows, further_rows, option_rows)
+ROWS_OF_KEYS += (auto_rows, ademamix_rows, torch_rows, qk_clip_rows, tied_rows, further_rows, option_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",
@@ -72,6 +73,7 @@ CHOSEN = [
     "PP 2 x CP 2 x FSDP 2, selective, eager",
     "memory limit, FSDP 2, eager",
     "memory limit, PP 2, compiled",
+    "chosen by little memory, FSDP 2",
     "Lion, FSDP 2 x TP 2",
     "AdEMAMix, FSDP 2 x TP 2, cautious",
     "torch's Adagrad, owner 2 x TP 2",

@@ -99,6 +99,8 @@ def test_every_axis_and_technique_is_drawn():
         ("optimizer.name", "muon"),
         ("fsdp.partition", "owner"),
         ("fsdp.zero_stage", "1"),
+        ("fsdp.zero_stage", "auto"),
+        ("training.micro_batch_size", "auto"),
         ("fsdp.accumulate", "reduce_last"),
         ("data.document_mask", "true"),
     }

@@ -18,6 +18,7 @@ import xxhash
 
 from configs.architectures.llama_keys import n_further
 from configs.errors import ConfigError, UserError
+from configs.layout import micro_batch_size
 from configs.own_code import is_import_path
 from configs.schema import Config
 from configs.schema import Source as SourceConfig
@@ -362,7 +363,7 @@ def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
     """A rank's samples from `start_sample` on, endlessly: (steps, micro-batches, micro_batch) at a time."""
     size = config.training.global_batch_size
-    micro_batch = config.training.micro_batch_size
+    micro_batch = micro_batch_size(config.training)
     slots = np.arange(size).reshape(-1, dp_size, micro_batch)[:, dp_rank]
     n_steps = max(1, _SAMPLES_PER_PLAN // slots.size)
     while True:
@@ -377,7 +378,7 @@ def _validation_samples(
 
     A micro-batch has one source's samples only, so that its loss is that source's. `sources` holds each sample's.
     """
-    at_once = dp_size * config.training.micro_batch_size
+    at_once = dp_size * micro_batch_size(config.training)
     for source in np.unique(sources):
         samples = start_sample + np.flatnonzero(sources[start_sample:] == source)
         padding = np.full(-len(samples) % at_once, _NO_SAMPLE)

@@ -12,7 +12,7 @@ from configs.load import LoadedConfig
 from configs.run_stages import steps_of_stages
 from configs.schema import Config
 from trainer.planning.devices import Device
-from trainer.planning.least_recomputation import Choice, chosen
+from trainer.planning.least_recomputation import Choice, with_choice
 from trainer.planning.memory import MemoryEstimate, estimates_by_kind
 from trainer.planning.step_time import StepTime, estimate_step
 
@@ -70,9 +70,9 @@ def plan_stages(
 
     step_of = _once(estimated)
     found = []
-    for number, (stage, steps) in enumerate(zip(job.stages, run_lengths(job), strict=True), 1):
+    for number, (stage, steps) in enumerate(zip(with_choice(job, choice).stages, run_lengths(job), strict=True), 1):
         if steps:
-            config = chosen(stage.config, choice)
+            config = stage.config
             found.append(StagePlan(number, stage.first_step, steps, config, memory_of(config), step_of(config)))
     return found
 

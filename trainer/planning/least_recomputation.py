@@ -5,6 +5,10 @@ the norms, the rotary positions and SwiGLU; also every second matrix product; al
 way that fits is taken, on as few of the first layers of every pipeline stage as fit. The memory is `estimate_memory`'s,
 so that the choice is the same on every rank, and known before anything is built.
 
+With `fsdp.zero_stage` or `training.micro_batch_size` "auto", this is done for each stage of ZeRO and each micro-batch
+that the global batch can be cut into. Of those that fit, the one is taken whose step takes the shortest on the GPUs of
+`_REFERENCE`, by `step_time`: so this choice, too, follows from the job, the mesh and the limit alone.
+
 A single rank that keeps copies of its parameters in compute_dtype (`parallelisms/compute_copies.py`) frees them where
 the first of these ways is not enough. Then parameters are cast for each pass of a group of layers. That costs about as
 much as the first way and less than the others: for each parameter and micro-batch, 12 bytes are moved.
@@ -12,13 +16,16 @@ much as the first way and less than the others: for each parameter and micro-bat
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 from configs.checks import check
 from configs.errors import ConfigError
-from configs.layout import MeshSizes, mesh_sizes, reshard_after_forward
+from configs.layout import MeshSizes, mesh_sizes, micro_batch_size, reshard_after_forward
+from configs.load import LoadedConfig
+from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
 from configs.stages import layers_of_stages
@@ -26,39 +33,44 @@ from configs.table import with_keys
 from parallelisms.compute_copies import keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
+from trainer.planning.devices import device_named
 from trainer.planning.memory import estimate_memory
 from trainer.planning.skeleton import skeleton
+from trainer.planning.step_time import slowest_rank
 from trainer.report.units import size
 
 SHARE_OF_A_CARD = 0.9
 """The part of a GPU's memory that memory_limit_gib = "device" fills with tensors, by estimate. CUDA takes up
 to 1 GiB of the rest, NCCL half a GiB a communicator, the allocator's unused pieces and the estimate's error some."""
-_FREED = 'fsdp.reshard_after_forward = "always"'
+_REFERENCE = "h100", 8
+"""The GPUs on which steps are compared, and how many share a host, whatever the job runs on."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The way of checkpointing that was chosen."""
+    """The keys that were chosen."""
 
+    asked: Config
+    """The job that left them open; if it has no limit, only copies in compute_dtype were in question."""
     job: Config
-    """The job as if it had set it."""
-    frees_copies: bool
-    """Whether a single rank is to free its copies in compute_dtype, by `fsdp.reshard_after_forward`."""
-    asked: float | str
-    """`memory_limit_gib`; 0: only the copies were in question."""
+    """The job as if it had set them."""
+    sizes: MeshSizes
+    """The mesh that they were chosen for."""
     limit: int
     """Bytes that a rank's tensors may take."""
     needed: int
     """Bytes that they take by estimate."""
 
     def __str__(self) -> str:
-        changed = self.job.activation_checkpoint.model_dump(exclude_defaults=True) or {"mode": "none"}
-        keys = ", ".join(f"{key} = {value_text(value)}" for key, value in changed.items())
+        table = self.job.activation_checkpoint.model_dump(exclude_defaults=True) or {"mode": "none"}
+        was, now = (flat(job.model_dump(include={"fsdp", "training"})) for job in (self.asked, self.job))
+        further = {key: value for key, value in now.items() if value != was[key]}
+        limit = self.asked.activation_checkpoint.memory_limit_gib
+        keys = ", ".join(f"{key} = {value_text(value)}" for key, value in ((table if limit else {}) | further).items())
         needed = f"about {size(self.needed)} of {size(self.limit)}"
-        if not self.asked:
-            return f"{_FREED}, since copies of the parameters in compute_dtype do not fit: {needed}"
-        also = f", {_FREED}" if self.frees_copies else ""
-        return f"activation_checkpoint.memory_limit_gib = {value_text(self.asked)} chooses {keys}{also}: {needed}"
+        if not limit:
+            return f"{keys}, since copies of the parameters in compute_dtype do not fit: {needed}"
+        return f"activation_checkpoint.memory_limit_gib = {value_text(limit)} chooses {keys}: {needed}"
 
 
 def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
@@ -103,7 +115,16 @@ def chosen(config: Config, choice: Choice | None) -> Config:
     if choice is None:
         return config
     tables = {"activation_checkpoint": choice.job.activation_checkpoint, "fsdp": choice.job.fsdp}
-    return config.model_copy(update=tables)
+    job = config.model_copy(update=tables)
+    most = _tokens_at_once(choice.job)
+    *larger, smallest = _settings(job, choice.sizes)
+    return next((each for each in larger if _tokens_at_once(each) <= most), smallest)
+
+
+def with_choice(job: LoadedConfig, choice: Choice | None) -> LoadedConfig:
+    """The job, all stages included, with the choice in place of the limit."""
+    later = tuple(replace(stage, config=chosen(stage.config, choice)) for stage in job.later_stages)
+    return replace(job, config=chosen(job.config, choice), later_stages=later)
 
 
 def freeing_copies(config: Config, sizes: MeshSizes) -> Config:
@@ -125,11 +146,11 @@ def _choice(
     freeing = freeing_copies(config, sizes)
     if not card_bytes or freeing == config or estimate_memory(config, sizes, "cuda").device <= share:
         return None
-    return Choice(freeing, True, 0, int(share), estimate_memory(freeing, sizes, "cuda").device)
+    return Choice(config, freeing, sizes, int(share), estimate_memory(freeing, sizes, "cuda").device)
 
 
 def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mesh: Mesh | None = None) -> Choice:
-    """The first way of checkpointing that fits `limit` bytes.
+    """The first way of checkpointing that fits `limit` bytes, with the stage of ZeRO and the micro-batch left open.
 
     Args:
         config, sizes, device_type: the job, its mesh, and "cpu" or "cuda".
@@ -139,25 +160,65 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mes
     Raises:
         ConfigError: even full recomputation does not fit.
     """
-    asked = config.activation_checkpoint.memory_limit_gib
 
     def estimated(job: Config) -> Choice:
-        needed = estimate_memory(job, sizes, device_type, mesh).device
-        return Choice(job, job.fsdp != config.fsdp, asked, int(limit), needed)
+        return Choice(config, job, sizes, int(limit), estimate_memory(job, sizes, device_type, mesh).device)
 
+    found = [_least_of(job, sizes, estimated) for job in _settings(config, sizes)]
+    fitting = [choice for choice in found if choice.needed <= limit and not check(choice.job, sizes.world_size)]
+    if fitting:
+        return min(fitting, key=lambda choice: _seconds(choice.job, sizes)) if len(found) > 1 else fitting[0]
+    least = min(found, key=lambda choice: choice.needed)
+    asked = value_text(config.activation_checkpoint.memory_limit_gib)
+    micro_batch = micro_batch_size(least.job.training)
+    smaller = f"lower training.micro_batch_size (now {micro_batch}), " if micro_batch > 1 else ""
+    raise ConfigError(
+        f"activation_checkpoint.memory_limit_gib = {asked} allows {size(limit)} for a rank's tensors, and even with "
+        f"full recomputation they take about {size(least.needed)}; raise it, {smaller}or use more ranks"
+    )
+
+
+def _settings(config: Config, sizes: MeshSizes) -> Iterator[Config]:
+    """The job with each stage of ZeRO and micro-batch in place of "auto", the largest micro-batches first."""
+    stage = config.fsdp.zero_stage
+    micro_batch = config.training.micro_batch_size
+    if "auto" not in (stage, micro_batch):
+        yield config
+        return
+    # A single rank gathers nothing, and a pipeline keeps what it gathers.
+    of_job = [1, 2, 3] if sizes.token_ranks > 1 and sizes.pp == 1 else [3]
+    if config.fsdp.accumulate == "reduce_last":
+        of_job = [each for each in of_job if each != 2]  # with which that key does nothing
+    sequences = config.training.global_batch_size // sizes.dp
+    divisors = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    micro_batches = divisors if micro_batch == "auto" else [micro_batch]
+    for n, each in product(micro_batches, of_job if stage == "auto" else [stage]):
+        job = with_keys(config, fsdp={"zero_stage": each}, training={"micro_batch_size": n})
+        if not check(job, sizes.world_size):
+            yield job
+
+
+def _tokens_at_once(config: Config) -> int:
+    return micro_batch_size(config.training) * config.training.seq_len
+
+
+def _seconds(config: Config, sizes: MeshSizes) -> float:
+    """A step's estimated time on the GPUs of `_REFERENCE`."""
+    name, gpus_per_host = _REFERENCE
+    return sum(slowest_rank(config, sizes.world_size, device_named(name), gpus_per_host).step().values())
+
+
+def _least_of(config: Config, sizes: MeshSizes, estimated: Callable[[Config], Choice]) -> Choice:
+    """The first way of checkpointing that fits, with as few layers as fit; if none does, the last."""
     freeing = freeing_copies(config, sizes)
     choices = list(ways(config))
     with_copies = [_with(config, way) for way in choices[:2]] if freeing != config else []
     for job in with_copies + [_with(freeing, way) for way in choices]:
         choice = estimated(job)
         is_allowed = not check(job, sizes.world_size)  # a zero-bubble pipeline can't keep single ops
-        if choice.needed <= limit and is_allowed:
+        if choice.needed <= choice.limit and is_allowed:
             return _on_fewest_layers(choice, estimated)
-    raise ConfigError(
-        f"activation_checkpoint.memory_limit_gib = {value_text(asked)} allows {size(limit)} for a rank's tensors, "
-        f"and even with full recomputation they take about {size(choice.needed)}; raise it, lower "
-        f"training.micro_batch_size (now {config.training.micro_batch_size}), or use more ranks"
-    )
+    return choice
 
 
 def _with(config: Config, table: ActivationCheckpoint) -> Config:

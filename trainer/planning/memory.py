@@ -22,7 +22,14 @@ from math import ceil, prod
 
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
-from configs.layout import MeshSizes, accumulation_steps, reduces_once, reshard_after_forward
+from configs.layout import (
+    MeshSizes,
+    accumulation_steps,
+    micro_batch_size,
+    reduces_once,
+    reshard_after_forward,
+    zero_stage,
+)
 from configs.schema import Config
 from configs.stages import layers_of_rank, layers_of_stages, n_stages, stages_of_rank, stages_per_rank
 from parallelisms.activation_checkpoint import selected_layers
@@ -330,7 +337,7 @@ class RankMemory:
         """All activations wait; the head is gathered, and its gradient exists before it is reduced."""
         gradients = self._held_up_to[-1] if accumulated else 0
         gathered = self._gathered(len(self.groups) - 1, ahead=0)
-        if self.is_sharded and self.config.fsdp.zero_stage > 1:
+        if self.is_sharded and zero_stage(self.config.fsdp) > 1:
             gathered += self.groups[-1].gathered_bytes  # FSDP keeps the buffer of its last gather
         if accumulated and not self.reduces_once:
             gathered += self._reduced(0)
@@ -438,7 +445,7 @@ class RankMemory:
             return 0
         reshard = reshard_after_forward(self.config.fsdp)
         group = self.groups[place]
-        if self.config.fsdp.zero_stage == 1:
+        if zero_stage(self.config.fsdp) == 1:
             return self._gathered_up_to[-1]
         if reshard == "never" or (self.config.mesh.pp > 1 and reshard == "default"):
             return self._gathered_up_to[place + 1]
@@ -451,12 +458,12 @@ class RankMemory:
     @property
     def _samples(self) -> int:
         """Samples of a micro-batch."""
-        return self.config.training.micro_batch_size
+        return micro_batch_size(self.config.training)
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank: with context parallelism, a part of every sequence."""
-        return self.config.training.micro_batch_size * self.config.training.seq_len // self.sizes.cp
+        return self._samples * self.config.training.seq_len // self.sizes.cp
 
     @cached_property
     def blocks(self) -> dict[int, BlockMemory]:

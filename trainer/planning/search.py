@@ -20,7 +20,7 @@ from math import inf, prod
 
 from configs.checks import check
 from configs.errors import UserError
-from configs.layout import MeshSizes, accumulation_steps, mesh_sizes, reduces_once
+from configs.layout import MeshSizes, accumulation_steps, mesh_sizes, micro_batch_size, reduces_once
 from configs.schema import (
     ActivationCheckpoint,
     Comm,
@@ -245,7 +245,7 @@ class Search:
         own = self.config.training.micro_batch_size
         for stage in self.later:
             training = stage.training
-            if training.micro_batch_size == own:  # it has none of its own
+            if training.micro_batch_size in (own, "auto"):  # it has none of its own
                 training = training.model_copy(update={"micro_batch_size": job.training.micro_batch_size})
             yield stage.model_copy(update=tables | {"training": training})
 
@@ -291,7 +291,7 @@ class Search:
         batch = self.config.training.global_batch_size
         if batch % dp:
             return []
-        asked = [self.config.training.micro_batch_size] if "training.micro_batch_size" in self._fixed else None
+        asked = [micro_batch_size(self.config.training)] if "training.micro_batch_size" in self._fixed else None
         return [size for size in asked or _divisors(batch // dp) if (batch // dp) % size == 0]
 
     def _pipelines(self, pp: int) -> list[Pipeline]:
@@ -349,8 +349,6 @@ class Search:
         if self.ranks > 1 and job.mesh.pp == 1:  # with a pipeline, parameters stay and gradients wait anyway
             changes.append({"zero_stage": 1, "reshard_after_forward": "default"})
             changes.append({"zero_stage": 2, "reshard_after_forward": "default"})
-            if job.training.reduction == "fast":
-                changes.append({"zero_stage": 2, "reshard_after_forward": "default", "accumulate": "reduce_last"})
         return [self.config.fsdp.model_copy(update={"accumulate": "reduce_every"} | change) for change in changes]
 
     @cached_property
@@ -395,7 +393,7 @@ class Search:
         for rank, layers in enumerate(self._layers_of_ranks(job)):
             kept = [0 if self._freezes else blocks[layer].kept for layer in layers]
             passes = stages_in_flight(job, rank, micro_batches) / stages_per_rank(job) if sizes.pp > 1 else 1
-            waiting = (passes * sum(kept) - max(kept)) * job.training.micro_batch_size / (sizes.tp * sizes.cp)
+            waiting = (passes * sum(kept) - max(kept)) * micro_batch_size(job.training) / (sizes.tp * sizes.cp)
             elements = sum(self._elements[layer] for layer in layers) / (sizes.tp * sizes.ep)
             unsharded = elements * BYTES[job.training.reduce_dtype] * waits_for_all
             most = max(most, waiting + unsharded)  # the last layer's activations may be freed by then

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from configs.architectures.llama_keys import is_delta, n_further
 from configs.errors import UserError
-from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step, zero_stage
 from configs.own_code import is_import_path
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
@@ -422,7 +422,7 @@ class Rank(LayerTime):
     def schedule(self) -> list[tuple[bool, bool]]:
         """Whether the forward pass of each micro-batch gathers parameters, and its backward pass reduces gradients."""
         once = reduces_once(self.config)
-        held = self.config.fsdp.zero_stage == 1 or self.sizes.pp > 1
+        held = zero_stage(self.config.fsdp) == 1 or self.sizes.pp > 1
         last = self.memory.micro_batches - 1
         return [(not held or each == 0, not once or each == last) for each in range(self.memory.micro_batches)]
 

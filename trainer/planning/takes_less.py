@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from configs.checks import check
 from configs.errors import ConfigError
-from configs.layout import mesh_sizes
+from configs.layout import mesh_sizes, micro_batch_size, zero_stage
 from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
@@ -122,7 +122,7 @@ def _estimated(needed: _Needed, config: Config, ranks: int) -> int:
 
 
 def _smaller_micro_batch(config: Config) -> Iterator[Config]:
-    micro_batch = config.training.micro_batch_size
+    micro_batch = micro_batch_size(config.training)
     if not sums_of(config.training).mesh_changes_bits:  # another one would be another run
         return
     for smaller in range(micro_batch // 2, 0, -1):
@@ -143,7 +143,7 @@ def _checkpoint_fully(config: Config) -> Iterator[Config]:
 
 
 def _reshard(config: Config) -> Iterator[Config]:
-    if config.fsdp.zero_stage < 3 or config.fsdp.reshard_after_forward == "never":
+    if zero_stage(config.fsdp) < 3 or config.fsdp.reshard_after_forward == "never":
         yield with_keys(config, fsdp={"zero_stage": 3, "reshard_after_forward": "always"})
 
 

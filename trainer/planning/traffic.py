@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.architectures.llama_keys import n_further
-from configs.layout import accumulation_steps, mesh_sizes
+from configs.layout import accumulation_steps, mesh_sizes, micro_batch_size
 from configs.schema import Attention, Config
 from configs.table import with_keys
 from parallelisms.fake_ranks import fake_ranks
@@ -99,7 +99,7 @@ def record_step(learner: Learner) -> dict[Collective, Traffic]:
 def _train(learner: Learner) -> None:
     """Run a step without its waits for values, which fake tensors do not have."""
     training = learner.config.training
-    tokens = torch.zeros((training.micro_batch_size, training.seq_len), dtype=torch.int64)
+    tokens = torch.zeros((micro_batch_size(training), training.seq_len), dtype=torch.int64)
     depth = n_further(learner.config.model)
     further = tokens[..., None].expand(-1, -1, depth + 1) if depth else None
     example = MicroBatch(tokens, targets=tokens, positions=None, document_ids=None, samples=[], further=further)

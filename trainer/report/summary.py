@@ -18,10 +18,12 @@ from configs.layout import (
     MeshSizes,
     accumulation_steps,
     active_parameter_count,
+    micro_batch_size,
     named_axes,
     schedule_lengths,
     scheduled_steps,
     tokens_per_step,
+    zero_stage,
 )
 from configs.schema import Config, HfModel, Training, is_described
 from configs.stages import layers_of_stages
@@ -149,7 +151,7 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
 def _techniques(config: Config, device_type: str) -> str:
     """The differences from plain eager training."""
     used = [
-        f"ZeRO stage {config.fsdp.zero_stage}" if config.fsdp.zero_stage < 3 else "",
+        f"ZeRO stage {config.fsdp.zero_stage}" if zero_stage(config.fsdp) < 3 else "",
         _pipeline(config),
         f"context parallelism by {config.context.method}" if config.mesh.cp > 1 else "",
         "torch.compile" if config.compile.enable else "",
@@ -380,7 +382,7 @@ def _this_command(ranks: int | None = None) -> list[str]:
 def _would_run_on_two_ranks(config: Config) -> bool:
     """Whether this run had one rank, and two could share its batch with no other change."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    divides = config.training.global_batch_size % (2 * config.training.micro_batch_size) == 0
+    divides = config.training.global_batch_size % (2 * micro_batch_size(config.training)) == 0
     return alone and divides and config.mesh.dp_shard == -1
 
 

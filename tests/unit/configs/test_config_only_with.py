@@ -170,7 +170,7 @@ def test_help_says_what_a_key_needs():
     for key in schema_keys().values():
         assert " ".join([key.doc, *map(str, key.conditions)]).replace("\n", " ") in text
     assert 'Only with mode = "full" | "selective".' in text
-    assert '"always" only with zero_stage = 3.' in text
+    assert '"always" only with zero_stage = 3 | "auto".' in text
     assert "Only with n_experts." in text
 
 
