@@ -25,7 +25,7 @@ from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
 from configs.reading.toml_text import value_text
-from configs.run_stages import largest
+from configs.run_stages import largest_first
 from configs.schema import Config, is_described
 
 Action = Literal["run", "validate", "print_config", "help"]
@@ -101,8 +101,8 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-Chooser = Callable[[Config, int], str]
-"""Says what `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
+Chooser = Callable[[Config, int, list[Config]], str]
+"""Says what `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks, and its other stages."""
 
 NamesCheck = Callable[[LoadedConfig], None]
 """Raises a ConfigError if the job names a parameter or an op that does not exist."""
@@ -186,8 +186,8 @@ def _answer(
         check_names(loaded)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     idle = "".join(f"warning: {line}\n" for line in (*loaded.warnings, *without_effect(loaded.config)))
-    most = largest(loaded.stages, loaded.config.training.steps)
-    chosen = _chosen(most.config, world_size, chooser)
+    by_size = [stage.config for stage in largest_first(loaded.stages, loaded.config.training.steps)]
+    chosen = _chosen(by_size, world_size, chooser)
     return f"{summary(loaded, world_size)}\n{stages(loaded)}{missing}{idle}{chosen}"
 
 
@@ -200,14 +200,15 @@ def _has_names(config: Config) -> bool:
     return is_unknown or bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
 
 
-def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:
-    """A line that says what the job's memory limit chooses; empty without one."""
+def _chosen(stages: list[Config], world_size: int | None, chooser: Chooser) -> str:
+    """A line that says what the job's memory limit chooses; empty without one. `stages`: the largest first."""
+    config, *others = stages
     limit = config.activation_checkpoint.memory_limit_gib
     if not limit:
         return ""
     ranks = smallest_world_size(config) if config.mesh.dp_shard != -1 else world_size
     if limit != "device" and ranks:
-        return f"{chooser(config, ranks)}\n"
+        return f"{chooser(config, ranks, others)}\n"
     by = "GPU's memory" if limit == "device" else "number of ranks"
     how = "`keel plan --memory-gib 80`" if limit == "device" else "WORLD_SIZE=8 before this command"
     name = f"activation_checkpoint.memory_limit_gib = {value_text(limit)}"

@@ -99,13 +99,18 @@ def steps_of_stages(stages: Sequence[RunStage], steps: int) -> list[int]:
 
 
 def largest(stages: Sequence[RunStage], steps: int) -> RunStage:
-    """The stage of a run of `steps` steps that takes the most memory: it has the most tokens in a micro-batch.
+    """The stage of a run of `steps` steps that has the most tokens in a micro-batch."""
+    return largest_first(stages, steps)[0]
 
-    Of stages whose micro-batch is chosen and that are equal in this, it has the largest batch, which may be cut in most
-    ways.
+
+def largest_first(stages: Sequence[RunStage], steps: int) -> list[RunStage]:
+    """The stages that a run of `steps` steps trains, or the first, those with the most tokens in a micro-batch first.
+
+    Of stages whose micro-batch is chosen and that are equal in this, the one with the largest batch is first, which may
+    be cut in most ways.
     """
     trained = [stage for stage, n in zip(stages, steps_of_stages(stages, steps), strict=True) if n]
-    return max(trained or stages[:1], key=_tokens_at_once)
+    return sorted(trained or stages[:1], key=_tokens_at_once, reverse=True)
 
 
 def _tokens_at_once(stage: RunStage) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from checkpoint.reader import Description, Log
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
-from configs.run_stages import largest
+from configs.run_stages import largest_first
 from configs.schema import Checkpoint
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
@@ -150,7 +150,8 @@ def _weights(learner: Learner) -> dict[str, Tensor]:
 def _learner(job: LoadedConfig) -> tuple[LoadedConfig, Learner]:
     """The job with what its limit of memory chooses on the mesh, and the learner."""
     mesh = build_mesh(mesh_sizes(job.config, dist.get_world_size()), torch.device("cpu"))
-    job = with_choice(job, least_recomputation(largest(job.stages, job.config.training.steps).config, mesh))
+    most, *others = [stage.config for stage in largest_first(job.stages, job.config.training.steps)]
+    job = with_choice(job, least_recomputation(most, mesh, others))
     return job, build_learner(job.config, mesh, [stage.config for stage in job.later_stages])
 
 

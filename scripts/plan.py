@@ -31,7 +31,7 @@ from configs.errors import ConfigError, UserError
 from configs.files import write_atomically
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
-from configs.run_stages import largest
+from configs.run_stages import largest_first
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import add_job_argument, end, job_of, number_of, parsed, positive, run_command
@@ -345,7 +345,8 @@ def planned(
 
         require_known_names(job)  # in words of this job, not of the small one
     device_bytes = int(memory * 2**30) if memory else None
-    choice = planned_choice(largest(job.stages, sum(run_lengths(job))).config, ranks, device_bytes)
+    config, *others = [stage.config for stage in largest_first(job.stages, sum(run_lengths(job)))]
+    choice = planned_choice(config, ranks, device_bytes, others)
     if choice:
         console.line(str(choice))
     started = time.perf_counter()

@@ -11,7 +11,7 @@ from checkpoint.storage import Storage
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
-from configs.run_stages import TABLES, RunStage, largest, stage_of_position
+from configs.run_stages import TABLES, RunStage, largest, largest_first, stage_of_position
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.attention.delta import delta_kernel
@@ -85,7 +85,8 @@ class Opened:
                 require_known_names(each)
             self.delta = delta_kernel(config, device, console.line)
             """What computes layers of kind delta; known before the memory is estimated. Empty if there are none."""
-            self.recomputation = least_recomputation(largest(job.stages, config.training.steps).config, self.mesh)
+            most, *others = [stage.config for stage in largest_first(job.stages, config.training.steps)]
+            self.recomputation = least_recomputation(most, self.mesh, others)
             """The recomputation that fits the memory, and what else is chosen with it; None: as the job says."""
             job = with_choice(job, self.recomputation)
             self.config = config = job.config

@@ -1,14 +1,16 @@
 """What `--validate` asks that only torch can answer, which is imported when a job needs it."""
 
+from collections.abc import Sequence
+
 from configs.load import LoadedConfig
 from configs.schema import Config
 
 
-def say_choice(config: Config, ranks: int) -> str:
-    """The choice of `activation_checkpoint.memory_limit_gib` for a job on so many ranks."""
+def say_choice(config: Config, ranks: int, others: Sequence[Config]) -> str:
+    """The choice of `activation_checkpoint.memory_limit_gib` for a job on so many ranks, and for its other stages."""
     from trainer.planning.least_recomputation import planned_choice
 
-    return str(planned_choice(config, ranks, card_bytes=None))
+    return str(planned_choice(config, ranks, None, others))
 
 
 def say_stages(job: LoadedConfig) -> str:

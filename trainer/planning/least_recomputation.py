@@ -15,7 +15,7 @@ much as the first way and less than the others: for each parameter and micro-bat
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -73,8 +73,13 @@ class Choice:
         return f"activation_checkpoint.memory_limit_gib = {value_text(limit)} chooses {keys}: {needed}"
 
 
-def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
+def least_recomputation(config: Config, mesh: Mesh, others: Sequence[Config] = ()) -> Choice | None:
     """The choice for a run on this mesh, the same on all its ranks, which all must call it; None: the job as it is.
+
+    Args:
+        config, others: the stage of the run with the most tokens in a micro-batch, and its other stages, which must fit
+            likewise: one that adds up gradients of several micro-batches may need more.
+        mesh: of the run.
 
     Raises:
         ConfigError: the job does not fit, or asks for a GPU's memory on a CPU.
@@ -89,14 +94,15 @@ def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
     card_bytes = torch.cuda.mem_get_info(mesh.device)[1] if on_gpu else None
     if is_by_card:
         card_bytes = min(gather(card_bytes))  # ranks may have different GPUs
-    return _choice(config, mesh.sizes, mesh.device.type, card_bytes, mesh)
+    return _choice(config, mesh.sizes, mesh.device.type, card_bytes, mesh, others)
 
 
-def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice | None:
+def planned_choice(config: Config, ranks: int, card_bytes: int | None, others: Sequence[Config] = ()) -> Choice | None:
     """The choice for a run on other machines; None: the job as it is.
 
     Args:
-        config, ranks: the job, and the number of its ranks.
+        config, others: as for `least_recomputation`.
+        ranks: of the run.
         card_bytes: a GPU's memory; None if unknown.
 
     Raises:
@@ -107,7 +113,8 @@ def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice
             'activation_checkpoint.memory_limit_gib = "device" chooses by the memory of a GPU; say with --memory-gib '
             "how much one has"
         )
-    return _choice(config, mesh_sizes(config, ranks), "cpu" if config.job.device == "cpu" else "cuda", card_bytes)
+    device_type = "cpu" if config.job.device == "cpu" else "cuda"
+    return _choice(config, mesh_sizes(config, ranks), device_type, card_bytes, None, others)
 
 
 def chosen(config: Config, choice: Choice | None) -> Config:
@@ -136,33 +143,48 @@ def freeing_copies(config: Config, sizes: MeshSizes) -> Config:
 
 
 def _choice(
-    config: Config, sizes: MeshSizes, device_type: str, card_bytes: int | None, mesh: Mesh | None = None
+    config: Config,
+    sizes: MeshSizes,
+    device_type: str,
+    card_bytes: int | None,
+    mesh: Mesh | None,
+    others: Sequence[Config],
 ) -> Choice | None:
     """The choice by the job's own limit or, where it asks for none and a GPU's memory is known, whether copies fit."""
     asked = config.activation_checkpoint.memory_limit_gib
     share = SHARE_OF_A_CARD * (card_bytes or 0)
     if asked:
-        return choose(config, sizes, device_type, share if asked == "device" else asked * 2**30, mesh)
+        return choose(config, sizes, device_type, share if asked == "device" else asked * 2**30, mesh, others)
     freeing = freeing_copies(config, sizes)
     if not card_bytes or freeing == config or estimate_memory(config, sizes, "cuda").device <= share:
         return None
     return Choice(config, freeing, sizes, int(share), estimate_memory(freeing, sizes, "cuda").device)
 
 
-def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mesh: Mesh | None = None) -> Choice:
+def choose(
+    config: Config,
+    sizes: MeshSizes,
+    device_type: str,
+    limit: float,
+    mesh: Mesh | None = None,
+    others: Sequence[Config] = (),
+) -> Choice:
     """The first way of checkpointing that fits `limit` bytes, with the stage of ZeRO and the micro-batch left open.
 
     Args:
         config, sizes, device_type: the job, its mesh, and "cpu" or "cuda".
         limit: bytes that a rank's tensors may take.
         mesh: as for `measure_blocks`.
+        others: other stages of the run, in which the choice must fit, too.
 
     Raises:
         ConfigError: even full recomputation does not fit.
     """
 
     def estimated(job: Config) -> Choice:
-        return Choice(config, job, sizes, int(limit), estimate_memory(job, sizes, device_type, mesh).device)
+        choice = Choice(config, job, sizes, int(limit), needed=0)
+        jobs = (job, *(chosen(other, choice) for other in others))
+        return replace(choice, needed=max(estimate_memory(each, sizes, device_type, mesh).device for each in jobs))
 
     found = [_least_of(job, sizes, estimated) for job in _settings(config, sizes)]
     fitting = [choice for choice in found if choice.needed <= limit and not check(choice.job, sizes.world_size)]

@@ -16,7 +16,7 @@ from tests.end_to_end.launch import TINY, curve, launch, launch_here
 from tests.hf_families import write_config
 from trainer.data.loader import build_loader
 from trainer.planning.devices import device_named
-from trainer.planning.least_recomputation import choose, planned_choice, with_choice
+from trainer.planning.least_recomputation import choose, chosen, planned_choice, with_choice
 from trainer.planning.memory import estimate_memory
 from trainer.planning.step_time import estimate_step
 
@@ -45,8 +45,8 @@ def test_the_fastest_that_fits_is_taken(gib):
         seconds[stage, micro_batch] = estimate_step(way, 8, device_named("h100")).seconds
     choice = planned_choice(config, 8, None)
     assert choice.needed <= gib * GIB
-    chosen = choice.job.fsdp.zero_stage, choice.job.training.micro_batch_size
-    assert chosen == min(seconds, key=seconds.get)
+    keys = choice.job.fsdp.zero_stage, choice.job.training.micro_batch_size
+    assert keys == min(seconds, key=seconds.get)
     assert len(seconds) > 1
 
 
@@ -148,6 +148,25 @@ def test_each_stage_computes_at_most_as_many_tokens_at_once_as_the_largest(tmp_p
             assert [len(batch.tokens) for batch in next(loader)] == [each.training.micro_batch_size] * (
                 accumulation_steps(each, mesh_sizes(each, 1))
             )
+
+
+def test_every_stage_of_a_run_fits():
+    """A stage with fewer tokens at once may need more: with ZeRO 1 it adds up whole gradients of its micro-batches."""
+    words = ("--training.micro_batch_size", "1", "--fsdp.zero_stage", "auto", LIMIT, "1")
+    most = job("debug.toml", 4, *words, "--training.global_batch_size", "4")
+    other = with_keys(most, training={"seq_len": most.training.seq_len - 16, "global_batch_size": 64})
+    sizes = mesh_sizes(most, 4)
+
+    def needed(config, choice):
+        return estimate_memory(chosen(config, choice), sizes, "cuda").device
+
+    alone = choose(most, sizes, "cuda", GIB)
+    assert alone.job.fsdp.zero_stage == 1
+    assert needed(other, alone) > needed(most, alone)
+    limit = (needed(other, alone) + needed(most, alone)) // 2
+    choice = choose(most, sizes, "cuda", limit, None, [other])
+    assert max(needed(most, choice), needed(other, choice)) == choice.needed <= limit
+    assert needed(other, choose(most, sizes, "cuda", limit)) > limit
 
 
 def test_a_run_learns_what_the_keys_by_hand_learn(tmp_path, capsys):

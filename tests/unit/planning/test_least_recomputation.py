@@ -181,7 +181,7 @@ def test_a_plan_says_the_choice(capsys):
 )
 def test_validate_says_the_choice(limit, environment, expected, capsys):
     command = parse_command_line(["--config", "llama_7b.toml", "--validate", LIMIT, limit, *SOURCE])
-    assert answer(command, environment, lambda config, ranks: str(planned_choice(config, ranks, None)))
+    assert answer(command, environment, lambda config, ranks, others: str(planned_choice(config, ranks, None, others)))
     assert expected in capsys.readouterr().out
 
 

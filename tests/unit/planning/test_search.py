@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs.checks import check
+from configs.checks.idle import idle_keys
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
 from configs.load import load
@@ -87,6 +88,13 @@ def test_all_that_it_proposes_is_valid_and_the_same_run(tmp_path: Path, name: st
         step = estimate_step(loaded.config, ranks, GPU)
         assert step.seconds == pytest.approx(found.seconds, rel=1e-12)
         assert estimate_memory(loaded.config, mesh_sizes(loaded.config, ranks), "cuda").device == found.memory
+
+
+def test_it_proposes_no_key_that_does_nothing():
+    """A load would set it back, and the job that is written would not be the one that was estimated."""
+    config = job("debug.toml")
+    for fsdp in search(config, 8, 80)._shardings(config):
+        assert dict(idle_keys(config.model_copy(update={"fsdp": fsdp}), {})) == dict(idle_keys(config, {}))
 
 
 def test_it_varies_what_context_and_tensor_parallelism_exchange_and_how_many_layers_recompute():
