@@ -217,6 +217,11 @@ def n_further(model: object) -> int:
     return model.multi_token.depth or 0 if isinstance(model, LlamaKeys) else 0
 
 
+def has_attention(model: LlamaKeys) -> bool:
+    """Whether any layer has attention, or a module that predicts further tokens."""
+    return "full" in model.layers or n_further(model) > 0
+
+
 def expert_dim(model: LlamaKeys) -> int:
     """Inner width of one expert."""
     return model.expert_dim or model.ffn_dim

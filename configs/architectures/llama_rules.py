@@ -12,12 +12,17 @@ from configs.own_code import is_import_path
 
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What is wrong between the keys: the key to blame, and a message."""
-    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window, _delta):
-        yield from rule(config.model)
+    yield from model_rules(config.model)
     yield from _delta_and_context(config)
     yield from _window_and_machine(config)
     yield from _further_and_length(config)
     yield from _mup(config)
+
+
+def model_rules(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    """What is wrong in the model alone, in whatever job: the key to blame, and a message."""
+    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window, _delta):
+        yield from rule(model)
 
 
 def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -137,6 +142,11 @@ def _rope(model: LlamaKeys) -> Iterator[tuple[str, str]]:
         yield (
             "model.rope_scaling.beta_fast",
             f"beta_fast {scaling.beta_fast} must be above beta_slow {scaling.beta_slow}",
+        )
+    if scaling and scaling.kind == "yarn" and model.rope_theta <= 1:
+        yield (
+            "model.rope_theta",
+            f"rope_theta {model.rope_theta:g} with rope_scaling of kind yarn, which needs a base above 1",
         )
     if rope_dim(model) == 0:
         yield (

@@ -204,6 +204,9 @@ class Described(Protocol):
     def hf_class(self, model: Any, /) -> HfClass:
         """The class that computes the model, if it has the values of `HfClass.keys`."""
 
+    def model_rules(self, model: Any, /) -> Iterator[tuple[str, str]]:
+        """Those of `rules` that are about the model alone, in whatever job."""
+
     def before_blocks(self, model: Any, /) -> list[Weight]:
         """The weights before the first block."""
 

@@ -451,8 +451,8 @@ def _experts(run: Recorded) -> str:
     return (
         f'<div class="time"><svg class="loads" {box} role="img" aria-label="loads of experts">{rows}</svg>'
         f'<div class="ends"><span>expert 0</span><span>expert {width - 1}</span></div>'
-        f'<ul class="legend">{items}</ul><p class="hint">A row is a layer, from {escaped(next(iter(layers)))} on top to '
-        f"{escaped([*layers][-1])}; a color is an expert's tokens over the mean of its layer's, in the last "
+        f'<ul class="legend">{items}</ul><p class="hint">A row is a layer, from {escaped(next(iter(layers)))} on top '
+        f"to {escaped([*layers][-1])}; a color is an expert's tokens over the mean of its layer's, in the last "
         f"{n_steps} logged steps.</p></div>"
     )
 

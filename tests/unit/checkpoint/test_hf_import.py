@@ -95,6 +95,40 @@ def test_fields_that_keel_does_not_know_are_named(exported, tmp_path, capsys):
     assert "fields that Keel does not know; the import is without them: a_new_gate, mup_alpha" in found
 
 
+@pytest.mark.parametrize(
+    ("fields", "unknown"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "axes": 3}, "rope_scaling": None},
+            ["rope_parameters.axes"],
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32, "ramp": "cosine"}},
+            ["rope_scaling.beta_fast", "rope_scaling.ramp"],
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {
+                    FULL: {"rope_type": "default", "rope_theta": 1e6, "ramp": 1},
+                    NEAR: {"rope_type": "default", "rope_theta": 1e4, "temper": 2},
+                    "third": {},
+                },
+            },
+            [
+                "rope_parameters.full_attention.ramp",
+                "rope_parameters.sliding_attention.temper",
+                "rope_parameters.third",
+            ],
+        ),
+    ],
+)
+def test_unknown_fields_of_the_rotary_frequencies_are_named(fields, unknown):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"model_type": "llama", "intermediate_size": 64, "vocab_size": 96}
+    assert unknown_fields(sizes | fields, "config.json") == unknown
+
+
 def test_what_predicts_further_tokens_of_a_hybrid_is_left_out_and_named(tmp_path, capsys):
     """transformers ignores these tensors of the published Qwen3-Next without a word."""
     export_hf(save(tmp_path / "step-00000001", make_model(TINY["qwen3_next_moe"])), tmp_path / "hf", NO_TOKENIZER)
@@ -354,7 +388,7 @@ positive = st.floats(1e-8, 1e8)
         n_layers=st.integers(1, 3),
         n_heads=st.just(4),
         n_kv_heads=st.sampled_from([1, 2, 4]),
-        head_dim=sizes,
+        head_dim=sizes.map(lambda n: n * 2),
         ffn_dim=sizes,
         vocab_size=st.integers(2, 64),
         rope_theta=positive,
@@ -366,8 +400,8 @@ positive = st.floats(1e-8, 1e8)
         | st.builds(
             RopeScaling,
             factor=st.floats(1.0, 1e8),
-            low_freq_factor=positive,
-            high_freq_factor=positive,
+            low_freq_factor=st.floats(1e-8, 1.0),
+            high_freq_factor=st.floats(1.1, 1e8),
             original_seq_len=sizes,
         ),
     )
@@ -404,6 +438,10 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         ({"model_type": "phi3"}, "model_type 'phi3'"),
         (SMOLLM3 | {"no_rope_layers": [0, 1]}, "no_rope_layers is no list in which every n-th layer is 0"),
         (SMOLLM3 | {"no_rope_layers": [0, 0]}, "no_rope_layers: no layer has a rotary embedding"),
+        (
+            SMOLLM3 | {"layer_types": [FULL, NEAR], "sliding_window": 8, "use_sliding_window": False},
+            "layer_types = ['full_attention', 'sliding_attention'] is not supported; Keel's SmolLM3 has full attention",
+        ),
         (OLMO3 | {"layer_types": [FULL, NEAR, NEAR]}, "layer_types is no list in which every n-th layer differs"),
         (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "layer_types: the kinds of layers must be among"),
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
@@ -434,6 +472,21 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         (
             DEEPSEEK_V3 | {"rope_parameters": YARN | {"mscale_all_dim": 1e308}},
             "rope_parameters.mscale_all_dim = 1e+308",
+        ),
+        (
+            DEEPSEEK_V3 | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "rope_parameters.mscale_all_dim = 1.0",
+        ),
+        ({"rope_parameters": YARN | {"mscale_all_dim": None, "rope_theta": 1.0}}, "rope_theta 1 with rope_scaling"),
+        (
+            {"rope_parameters": YARN | {"mscale_all_dim": None}, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings = 16 is not supported; rope_parameters has 8, and",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: n_heads 4 is not divisible by n_kv_heads 3"),
+        ({"head_dim": 15}, "head_dim: head_dim 15 is odd"),
+        (
+            QWEN3_NEXT | {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            "linear_num_value_heads: value_heads 4 is not divisible by key_heads 3",
         ),
         (DEEPSEEK_V3 | {"rope_parameters": YARN | {"factor": -2.0}}, "factor: Input should be greater than"),
         (QWEN2_MOE | {"mlp_only_layers": 1}, "mlp_only_layers = 1 are not the leading layers"),
