@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Any
 
-from configs.architectures.llama_keys import Delta, LlamaKeys, expert_dim, n_further, rope_dim
+from configs.architectures.llama_keys import (
+    Delta,
+    LlamaKeys,
+    expert_dim,
+    is_delta,
+    n_further,
+    rope_dim,
+    window_of,
+)
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import quotient
 from configs.own_code import is_import_path
@@ -165,8 +173,12 @@ def _norms(model: LlamaKeys) -> Iterator[tuple[str, str]]:
 
 
 def _window(model: LlamaKeys) -> Iterator[tuple[str, str]]:
-    if model.window and model.window_pattern == 1:
-        yield "model.window_pattern", "window_pattern 1 leaves no layer with a window; leave model.window out"
+    layers = (layer for layer in range(model.n_layers + n_further(model)) if not is_delta(model, layer))
+    if model.window and not any(window_of(model, layer) for layer in layers):
+        yield (
+            "model.window_pattern",
+            f"window_pattern {model.window_pattern} leaves no layer with a window; leave model.window out",
+        )
 
 
 def _delta(model: LlamaKeys) -> Iterator[tuple[str, str]]:

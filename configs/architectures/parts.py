@@ -137,7 +137,7 @@ class HfClass:
         found = [
             f"{key} is {value!r}, not {' or '.join(map(repr, self.keys[key]))}"
             for key, value in values.items()
-            if value not in self.keys[key]
+            if value not in self.keys[key] and key not in model.keys_in_vain
         ]
         scaled_windows = model.window and model.rope_scaling and model.window_rope_theta is None
         if self.rope_by_layer and scaled_windows:

@@ -7,7 +7,7 @@ from typing import Any
 from configs.only_with import Condition, conditions
 from configs.reading.keys import KeyPath, dotted
 from configs.reading.toml_text import value_text
-from configs.schema import Config, Pipeline, Table
+from configs.schema import Config, Pipeline, Table, is_described
 
 
 def idle_keys(config: Config, origins: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
@@ -30,6 +30,13 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"pipeline.schedule = {value_text(schedule)} does nothing with mesh.pp = 1"
     if validation > steps:
         yield f"validation.interval = {validation:,} is beyond training.steps = {steps:,}: there is no validation"
+    model = config.model
+    if is_described(model):
+        beyond = {"no_rope_every": "all layers are rotated", "window_pattern": "no layer sees all earlier tokens"}
+        for key, what in beyond.items():
+            n, layers = getattr(model, key), model.n_layers
+            if n and n > layers:
+                yield f"model.{key} = {n:,} is beyond model.n_layers = {layers:,}: {what}"
 
 
 Needed = list[tuple[KeyPath, Condition]]
@@ -51,6 +58,8 @@ def _idle(
         else:
             for other, condition in needed:
                 there = reduce(_inside, other, root)
+                if condition.unless and reduce(_inside, condition.unless.split("."), root):
+                    continue
                 if condition.concerns(value, field.default) and not condition.is_met_by(there):
                     yield path, _message(path, value, condition, other, there, origins.get(other, "the default"))
 

@@ -19,6 +19,7 @@ from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
 from configs.architectures.llama_keys import RopeScaling, Router, computed, is_rotated, window_of
 from configs.errors import UserError
+from configs.exportable import not_exportable
 from configs.layout import parameter_count
 from configs.load import load
 from configs.schema import Model
@@ -412,6 +413,18 @@ def test_config_there_and_back(model):
     with torch.device("meta"):
         names = {name: tuple(parameter.shape) for name, parameter in build_model(model).named_parameters()}
     assert {name.removeprefix("model."): shape for name, shape in tensor_shapes(model).items()} == names
+
+
+def test_a_model_without_attention_has_no_keys_of_attention_to_export():
+    """What a job says of attention is in vain there, and the class of its layers computes it all the same."""
+    hybrid = TINY["qwen3_next"]
+    model = hybrid.model_copy(update={"layers": ("delta",)})
+    plain = model.model_copy(update={key: Model.model_fields[key].default for key in model.keys_in_vain})
+    assert plain.qk_norm == "none"
+    assert not_exportable(plain) == not_exportable(model) == ""
+    assert computed(plain) == computed(model)
+    back = to_keel(json.loads(json.dumps(to_hf(plain, "float32", 32, 1, None))), "config.json")
+    assert computed(back) == computed(plain)
 
 
 @settings(max_examples=60, deadline=None)

@@ -129,6 +129,10 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         ),
         ("model.window_pattern=2", "model.window_pattern does nothing without window"),
         ("model.window=8 model.window_pattern=1", "window_pattern 1 leaves no layer with a window"),
+        (
+            'model.layers=["delta","full"] model.window=8 model.window_pattern=2',
+            "window_pattern 2 leaves no layer with a window; leave model.window out",
+        ),
         ("model.window=8 mesh.cp=2 context.method=ring", 'set context.method = "gather" or "all_to_all"'),
         ("model.window=8 attention.backend=flash3", "--attention.backend: flash3 computes no window (model.window)"),
         (

@@ -274,6 +274,14 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
             "validation.interval = 50 is beyond training.steps = 4: there is no validation",
         ),
         (
+            ["--model.no_rope_every", "100"],
+            "model.no_rope_every = 100 is beyond model.n_layers = 4: all layers are rotated",
+        ),
+        (
+            ["--model.window", "8", "--model.window_pattern", "100"],
+            "model.window_pattern = 100 is beyond model.n_layers = 4: no layer sees all earlier tokens",
+        ),
+        (
             ["--compile.mode", "max-autotune", "--compile.enable", "false"],
             "--compile.mode: compile.mode does nothing with enable = false (--compile.enable), which compiles nothing; "
             "leave it out, or change enable",
