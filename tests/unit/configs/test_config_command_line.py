@@ -259,6 +259,14 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
 
 
 @pytest.mark.parametrize(
+    ("job", "said"), [("gemma3_1b", "1B parameters"), ("llama_1b", "1.24B parameters"), ("debug", "3.29M parameters")]
+)
+def test_validate_says_the_size_in_three_digits(capsys, job, said):
+    assert answer(parse_command_line(["--config", job, "--validate"]), {})
+    assert f" {said}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--pipeline.schedule", "gpipe"], 'pipeline.schedule = "gpipe" does nothing with mesh.pp = 1'),
