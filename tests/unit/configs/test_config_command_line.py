@@ -263,7 +263,7 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
 )
 def test_validate_says_the_size_in_three_digits(capsys, job, said):
     assert answer(parse_command_line(["--config", job, "--validate"]), {})
-    assert f" {said}" in capsys.readouterr().out
+    assert f"({said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
