@@ -263,6 +263,19 @@ def test_qwen3_0_6b_as_it_is_published():
         to_keel(published | {"attention_bias": True}, "config.json")
 
 
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+def test_job_files_of_qwen3_are_models_of_transformers(size):
+    """Names and shapes of transformers' own class, which reads what an export of the job would write."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = load(f"qwen3_{size}").config.model
+    with torch.device("meta"):
+        theirs = Qwen3ForCausalLM(Qwen3Config(**to_hf(model, "bfloat16", 4096, 1, 2)))
+    shapes = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    assert shapes == tensor_shapes(model)
+    assert theirs.num_parameters() == parameter_count(model)
+
+
 @pytest.mark.parametrize(
     ("file", "job", "changes"),
     [
