@@ -7,7 +7,7 @@ from typing import Any
 from configs.only_with import Condition, conditions
 from configs.reading.keys import KeyPath, dotted
 from configs.reading.toml_text import value_text
-from configs.schema import Config, Pipeline, Table, is_described
+from configs.schema import Config, Model, Pipeline, Table, is_described
 
 
 def idle_keys(config: Config, origins: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
@@ -30,13 +30,17 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"pipeline.schedule = {value_text(schedule)} does nothing with mesh.pp = 1"
     if validation > steps:
         yield f"validation.interval = {validation:,} is beyond training.steps = {steps:,}: there is no validation"
-    model = config.model
-    if is_described(model):
-        beyond = {"no_rope_every": "all layers are rotated", "window_pattern": "no layer sees all earlier tokens"}
-        for key, what in beyond.items():
-            n, layers = getattr(model, key), model.n_layers
-            if n and n > layers:
-                yield f"model.{key} = {n:,} is beyond model.n_layers = {layers:,}: {what}"
+    if is_described(config.model):
+        yield from _beyond_the_layers(config.model)
+
+
+def _beyond_the_layers(model: Model) -> Iterator[str]:
+    """A ladder's shallower rungs, which keep their job's keys, may well have some."""
+    said = {"no_rope_every": "all layers are rotated", "window_pattern": "no layer sees all earlier tokens"}
+    for key, what in said.items():
+        n = getattr(model, key)
+        if n and n > model.n_layers:
+            yield f"model.{key} = {n:,} is beyond model.n_layers = {model.n_layers:,}: {what}"
 
 
 Needed = list[tuple[KeyPath, Condition]]

@@ -39,7 +39,8 @@ def _mean(values: Sequence[float]) -> float:
 
 def boxes(experts: Sequence[float]) -> list[tuple[int, int, int]]:
     """Number of the color, first expert and number of experts of each part of a row of the picture."""
-    parts, first = [], 0
+    parts = []
+    first = 0
     for color, alike in groupby(sum(share >= end for end, _ in BANDS) for share in experts):
         width = len([*alike])
         parts.append((color, first, width))

@@ -29,7 +29,8 @@ class Starving:
         found = [each for layer, tokens in self._tokens.items() for each in _starving(layer, tokens)]
         new = [each for each in found if each not in self._named]
         self._named.update(new)
-        self._tokens, self._steps = {}, 0
+        self._tokens = {}
+        self._steps = 0
         if not new:
             return ""
         names = [f"expert {expert} of layer {layer}" for layer, expert in new[:_NAMED]]
