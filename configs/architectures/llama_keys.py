@@ -188,7 +188,7 @@ class LlamaKeys(Table):
     """Number of tokens in the vocabulary; at least the tokenizer's. Further rows are padding, and stand for no text."""
     rope_theta: Annotated[PositiveFloat, _ATTENTION] = 10000.0
     """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3, 1,000,000 in Qwen3)."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Annotated[RopeScaling | None, _ATTENTION] = None
     """Scaling of the rotary frequencies, for longer sequences."""
     rope_fraction: Annotated[float, Field(gt=0, le=1), _ATTENTION, only_with("attention", "grouped")] = 1.0
     """Share of each head's features that are rotated, its first ones."""

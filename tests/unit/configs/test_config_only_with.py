@@ -124,6 +124,11 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
                 ("no_rope_every", 2),
             )
         ),
+        (
+            {"a": f"{DELTA}\n[model.rope_scaling]\nkind = 'yarn'\nfactor = 4.0"},
+            [],
+            'a.toml:4: model.rope_scaling does nothing with layers = ["delta"] (a.toml:3), only with "full"; leave',
+        ),
         ({"a": '[model]\nlayers = ["delta", "full"]\nwindow = 8\nrope_fraction = 0.5'}, [], None),
         ({"a": f"{DELTA}\nwindow = 8\n[model.multi_token]\ndepth = 1"}, [], None),
         (
