@@ -161,8 +161,9 @@ def _rank_counts(loaded: LoadedConfig) -> list[int]:
 
 
 def _short(count: int) -> str:
-    """1235814400 -> "1.24B"."""
+    """1235814400 -> "1.24B"; 999885952 -> "1B"."""
+    rounded = float(f"{count:.3g}")
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= size:
+        if rounded >= size:
             return f"{count / size:.3g}{letter}"
     return f"{count:,}"

@@ -28,14 +28,19 @@ class Condition:
     """Why this key does nothing otherwise, as a clause that follows the other key's value; "" if that is obvious."""
     of: str | None
     """The only value of this key that needs the other; None: any value except the default."""
+    unless: str
+    """The full dotted name of a key that gives this one an effect as well, if it is set; "": there is none."""
 
     def __str__(self) -> str:
         """A sentence such as: Only with mode = "full" | "selective"."""
         values = f" = {' | '.join(map(json.dumps, self.values))}" if self.values else ""
-        return f"{'Only' if self.of is None else f'{json.dumps(self.of)} only'} with {self.key}{values}."
+        other = f" or {self.unless}" if self.unless else ""
+        return f"{'Only' if self.of is None else f'{json.dumps(self.of)} only'} with {self.key}{values}{other}."
 
     def is_met_by(self, value: Any) -> bool:
-        """Whether this key has an effect with this value of the other key."""
+        """Whether this key has an effect with this value of the other key; of a list, with one of its items."""
+        if isinstance(value, tuple):
+            return any(map(self.is_met_by, value))
         if EXAMPLE in self.values and is_import_path(value):
             return True
         return value in self.values if self.values else bool(value)
@@ -45,9 +50,9 @@ class Condition:
         return value != default if self.of is None else value == self.of
 
 
-def only_with(key: str, *values: str | int, reason: str = "", of: str | None = None) -> Condition:
+def only_with(key: str, *values: str | int, reason: str = "", of: str | None = None, unless: str = "") -> Condition:
     """Declare that a key, which has a default, does nothing unless another key has one of these values."""
-    return Condition(key, values, reason, of)
+    return Condition(key, values, reason, of, unless)
 
 
 def conditions(field: FieldInfo) -> list[Condition]:

@@ -60,6 +60,8 @@ class Balance:
     router_entropy: float | None
     """Entropy of the normalized scores, in nats, averaged over tokens and layers; at most log(n_experts). None for
     models whose routers are their own."""
+    router_entropies: dict[int, float] | None
+    """The entropy of each layer, averaged over tokens, by layer number."""
     repeated_steps: int | None
     """Steps of this launch that were computed again, since a buffer of experts was too small; None without buffers."""
 
@@ -133,13 +135,15 @@ class LoadBalance:
         tokens = {layer: [int(n) for n in row[:-1]] for layer, row in enumerate(rows) if any(row)}
         if not tokens:  # with all routers frozen, experts of other families count nothing
             return None
-        entropy = None
+        entropy = entropies = None
         if is_described(self._config):
-            chosen = sum(map(sum, tokens.values()))
-            entropy = sum(row[-1] for row in rows) * self._config.experts_per_token / chosen
+            per_token = self._config.experts_per_token
+            entropies = {layer: rows[layer][-1] * per_token / sum(chosen) for layer, chosen in tokens.items()}
+            entropy = sum(row[-1] for row in rows) * per_token / sum(map(sum, tokens.values()))
         return Balance(
             tokens_per_expert=tokens,
             load_imbalance=max(max(row) * len(row) / sum(row) for row in tokens.values()),
             router_entropy=entropy,
+            router_entropies=entropies,
             repeated_steps=self.repeated_steps,
         )

@@ -225,7 +225,8 @@ def _mup(dice: random.Random, run: Keys) -> Keys:
 
 def _qk_clip(dice: random.Random, run: Keys) -> Keys:
     """Sometimes a limit of the logits, which first weights are below or above."""
-    if "model.qk_norm" in run:
+    has_logits = run.get("model.layers") != '["delta"]' or "model.multi_token" in run
+    if "model.qk_norm" in run or not has_logits:
         return {}
     return _some(dice, 0.25, {"optimizer.qk_clip": dice.choice((1e-4, 1e-3, 0.05))})
 

@@ -4,7 +4,7 @@ Only models that Keel can train exactly as they are get translated. A field that
 bias, another activation, another kind of rotary scaling) is refused by name, never dropped.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from math import log
 from pathlib import Path
@@ -216,6 +216,9 @@ _OF_NO_EFFECT = {
 }
 """Fields of config.json that decide nothing of what Keel imports, or repeat others."""
 
+_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NOT_SCALED_BY}
+"""Fields of the rotary frequencies that Keel knows, whatever their kind."""
+
 
 class _Watched(dict[str, Any]):
     """A config.json that knows which of its fields were read."""
@@ -246,7 +249,19 @@ def unknown_fields(config: Mapping[str, Any], path: Path) -> list[str]:
     """
     watched = _Watched(config)
     to_keel(watched, path)
-    return watched.unknown()
+    return sorted([*watched.unknown(), *_unknown_of_rope(config, HF_CLASSES[config["model_type"]])])
+
+
+def _unknown_of_rope(config: Mapping[str, Any], kind: HfClass) -> Iterator[str]:
+    """The unknown fields inside the newer and the older form of the rotary frequencies."""
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field) or {}
+        layers = rope.keys() & {"full_attention", "sliding_attention"} if kind.rope_by_layer else set()
+        tables = {f"{field}.{layer}": rope[layer] or {} for layer in layers} or {field: rope}
+        yield from (f"{field}.{name}" for name in rope if layers and name not in layers)
+        for place, table in tables.items():
+            known = _ROPE_FIELDS | {*_SCALINGS.get(_rope_type(table), {})}
+            yield from (f"{place}.{name}" for name in table if name not in known)
 
 
 def to_keel(config: Mapping[str, Any], path: Path) -> Model:
@@ -266,6 +281,10 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     for field, value in kind.fixed.items():
         if config.get(field, value) != value:
             raise _unsupported(path, field, config[field], f"Keel's {kind.title} has {value!r}")
+    kinds = config.get("layer_types") or []
+    are_full = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
+    if {"window", "layers"} <= kind.keys.keys() and not are_full:
+        raise _unsupported(path, "layer_types", kinds, f"Keel's {kind.title} has full attention in every layer")
     given = {**kind.defaults} | {name: config[name] for name in kind.fields if config.get(name) is not None}
     values = {key: allowed[0] for key, allowed in kind.keys.items() if allowed[0] != _default(key)}
     values |= {kind.fields[name]: value for name, value in given.items()}
@@ -275,10 +294,14 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
         raise UserError(f"{path}: {error}: not supported") from None
     values |= _rope_to_keel(config, path, kind, has_window="window" in values, width=values.get("head_dim"))
     try:
-        return Model.model_validate(_nested(values))
+        model = Model.model_validate(_nested(values))
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {_field(kind, first['loc'])}: {first['msg']}") from None
+    wrong = [f"{_field(kind, key.split('.')[1:])}: {what}" for key, what in description_of(model).model_rules(model)]
+    if wrong:
+        raise UserError(f"{path}: {'; '.join(wrong)}")
+    return model
 
 
 def _default(key: str) -> Any:
@@ -324,6 +347,9 @@ def _rope_to_keel(
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", kind.rope_fraction or 1.0))
     if partial != 1.0 and kind.rope_fraction is None:
         raise _unsupported(path, "partial_rotary_factor", partial, f"Keel's {kind.title} rotates whole heads")
+    length = "original_max_position_embeddings"
+    if length in rope and config.get(length) not in (None, rope[length]):
+        raise _unsupported(path, length, config[length], f"{field} has {rope[length]!r}, and Keel takes one of both")
     theta = rope.get("rope_theta", config.get("rope_theta", kind.rope_theta))
     of_scores: dict[str, float] = {}
     if kind.yarn_scales_scores and width:
@@ -344,9 +370,10 @@ def _without_mscale(rope: Mapping[str, Any], width: int) -> tuple[dict[str, Any]
     rest = {name: value for name, value in rope.items() if name not in ("mscale", "mscale_all_dim")}
     factor = rope.get("factor")
     all_dim = rope.get("mscale_all_dim")
-    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    is_yarn = _rope_type(rope) == "yarn"
     if not is_yarn or not all_dim or not isinstance(factor, int | float) or factor <= 0:
-        return dict(rope) if rope.get("mscale") else rest, {}
+        has_factors = rope.get("mscale") or (all_dim and not is_yarn)  # which transformers then takes, and Keel refuses
+        return dict(rope) if has_factors else rest, {}
     try:
         on_scores = 0.1 * all_dim * log(factor) + 1
         if mscale := rope.get("mscale"):
@@ -356,8 +383,12 @@ def _without_mscale(rope: Mapping[str, Any], width: int) -> tuple[dict[str, Any]
         return dict(rope), {}
 
 
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def _scaling_to_keel(rope: Mapping[str, Any], path: Path, field: str) -> dict[str, Any]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_type(rope)
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in _SCALINGS:
@@ -377,7 +408,8 @@ def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
     return UserError(f"{path}: {field} = {shortened(repr(value), 200)} is not supported; {instead}")
 
 
-def _field(kind: HfClass, location: tuple[str | int, ...]) -> str:
+def _field(kind: HfClass, location: Sequence[str | int]) -> str:
     """The name in config.json of the key of [model] at `location`."""
     names = {key: name for fields in (kind.fields, *_SCALINGS.values()) for name, key in fields.items()}
-    return ".".join(names.get(str(part), str(part)) for part in location)
+    whole = ".".join(map(str, location))
+    return names[whole] if whole in names else ".".join(names.get(str(part), str(part)) for part in location)

@@ -23,6 +23,7 @@ from configs.architectures.llama_keys import (
 from configs.architectures.llama_keys import computed as computed
 from configs.architectures.llama_keys import shape as shape
 from configs.architectures.llama_keys import split_sizes as split_sizes
+from configs.architectures.llama_rules import model_rules as model_rules
 from configs.architectures.llama_rules import rules as rules
 from configs.architectures.parts import HfClass, Start, Weight, head_dim, n_kv_heads, small_size
 from configs.plan import TensorRole

@@ -41,6 +41,7 @@ LayerKinds = Annotated[
 ]
 """A list in job files; a tuple here, since caches have models as keys."""
 
+_ATTENTION = only_with("layers", "full", unless="model.multi_token.depth")
 _WITH_LOSS = ("auxiliary_loss", "bias_and_auxiliary_loss")
 _WITH_BIAS = ("bias", "bias_and_auxiliary_loss")
 
@@ -134,12 +135,12 @@ class LlamaKeys(Table):
     """Number of transformer blocks."""
     n_heads: PositiveInt
     """Number of query heads."""
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: Annotated[PositiveInt | None, _ATTENTION] = None
     """Number of key and value heads (grouped-query attention); default: n_heads."""
     head_dim: PositiveInt | None = None
     """Width of one head (of latent attention: of its queries and keys, rotated features included); default: dim /
     n_heads."""
-    attention: Literal["grouped", "latent"] = "grouped"
+    attention: Annotated[Literal["grouped", "latent"], _ATTENTION] = "grouped"
     """grouped: queries share heads of keys and values; latent: keys and values are compressed (DeepSeek-V3)."""
     latent: Annotated[Latent, only_with("attention", "latent")] = Latent()
     """Widths of latent attention."""
@@ -147,13 +148,13 @@ class LlamaKeys(Table):
     """Kinds of the layers, repeated: full has attention, delta has Gated DeltaNet in its place (Qwen3-Next)."""
     delta: Delta = Delta()
     """Widths of the layers of kind delta."""
-    qk_norm: Annotated[Literal["none", "head", "full"], only_with("attention", "grouped")] = "none"
+    qk_norm: Annotated[Literal["none", "head", "full"], _ATTENTION, only_with("attention", "grouped")] = "none"
     """RMSNorms of queries and keys. head: of each, with one weight for all (Qwen3); full: over all heads (OLMo 2)."""
-    attention_bias: Annotated[bool, only_with("attention", "grouped")] = False
+    attention_bias: Annotated[bool, _ATTENTION, only_with("attention", "grouped")] = False
     """Add biases to queries, keys and values (Qwen 2)."""
-    attention_gate: Annotated[bool, only_with("attention", "grouped")] = False
+    attention_gate: Annotated[bool, _ATTENTION, only_with("attention", "grouped")] = False
     """Multiply each head's output by the sigmoid of one more projection (Qiu et al. 2025; Qwen3-Next)."""
-    query_scale: PositiveFloat | None = None
+    query_scale: Annotated[PositiveFloat | None, _ATTENTION] = None
     """Number by whose square root the scores of attention are divided; default: head_dim."""
     norm_position: Literal["before", "after", "both"] = "before"
     """Norms of attention and feed-forward: before their input, after their output (OLMo 2), or both (Gemma 3)."""
@@ -185,15 +186,15 @@ class LlamaKeys(Table):
     """Prediction of further tokens, as a second loss."""
     vocab_size: Annotated[int, Field(ge=2)]
     """Number of tokens in the vocabulary; at least the tokenizer's. Further rows are padding, and stand for no text."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[PositiveFloat, _ATTENTION] = 10000.0
     """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3, 1,000,000 in Qwen3)."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Annotated[RopeScaling | None, _ATTENTION] = None
     """Scaling of the rotary frequencies, for longer sequences."""
-    rope_fraction: Annotated[float, Field(gt=0, le=1), only_with("attention", "grouped")] = 1.0
+    rope_fraction: Annotated[float, Field(gt=0, le=1), _ATTENTION, only_with("attention", "grouped")] = 1.0
     """Share of each head's features that are rotated, its first ones."""
-    no_rope_every: Annotated[int, Field(ge=2)] | None = None
+    no_rope_every: Annotated[Annotated[int, Field(ge=2)] | None, _ATTENTION] = None
     """Every n-th layer has no rotary embedding (4 in SmolLM3); default: all have."""
-    window: PositiveInt | None = None
+    window: Annotated[PositiveInt | None, _ATTENTION] = None
     """Number of last tokens that attention sees, a token itself among them; default: all earlier ones."""
     window_pattern: Annotated[NonNegativeInt, only_with("window")] = 0
     """Every n-th layer sees all earlier tokens all the same (6 in Gemma 3, 4 in OLMo 3); 0: none does."""
@@ -211,10 +212,23 @@ class LlamaKeys(Table):
     mup_base_head_dim: Annotated[PositiveInt | None, only_with("mup_base_dim")] = None
     """Width of one head of that model; default: head_dim, so that wider models have more heads."""
 
+    @property
+    def keys_in_vain(self) -> frozenset[str]:
+        """The keys that do nothing in this model, since no layer has attention."""
+        return frozenset() if has_attention(self) else _KEYS_OF_ATTENTION
+
+
+_KEYS_OF_ATTENTION = frozenset(name for name, key in LlamaKeys.model_fields.items() if _ATTENTION in key.metadata)
+
 
 def n_further(model: object) -> int:
     """Number of modules that predict further tokens; 0 for a `[model]` without these keys."""
     return model.multi_token.depth or 0 if isinstance(model, LlamaKeys) else 0
+
+
+def has_attention(model: LlamaKeys) -> bool:
+    """Whether any layer has attention, or a module that predicts further tokens."""
+    return "full" in model.layers or n_further(model) > 0
 
 
 def expert_dim(model: LlamaKeys) -> int:
@@ -338,4 +352,4 @@ def computed(model: LlamaKeys) -> dict[str, Any]:
     values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
     values |= {key: None for key, size in _BASE.items() if values[key] == values[size]}  # the base computes as without
     values |= {f"router.{key}": value for key, value in experts.items()}
-    return {key: value for key, value in values.items() if key not in _NOT_COMPUTED}
+    return {key: value for key, value in values.items() if key not in _NOT_COMPUTED | model.keys_in_vain}

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Any
 
-from configs.architectures.llama_keys import Delta, LlamaKeys, expert_dim, n_further, rope_dim
+from configs.architectures.llama_keys import (
+    Delta,
+    LlamaKeys,
+    expert_dim,
+    is_delta,
+    n_further,
+    rope_dim,
+    window_of,
+)
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import quotient
 from configs.own_code import is_import_path
@@ -12,12 +20,17 @@ from configs.own_code import is_import_path
 
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What is wrong between the keys: the key to blame, and a message."""
-    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window, _delta):
-        yield from rule(config.model)
+    yield from model_rules(config.model)
     yield from _delta_and_context(config)
     yield from _window_and_machine(config)
     yield from _further_and_length(config)
     yield from _mup(config)
+
+
+def model_rules(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    """What is wrong in the model alone, in whatever job: the key to blame, and a message."""
+    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window, _delta):
+        yield from rule(model)
 
 
 def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -138,6 +151,11 @@ def _rope(model: LlamaKeys) -> Iterator[tuple[str, str]]:
             "model.rope_scaling.beta_fast",
             f"beta_fast {scaling.beta_fast} must be above beta_slow {scaling.beta_slow}",
         )
+    if scaling and scaling.kind == "yarn" and model.rope_theta <= 1:
+        yield (
+            "model.rope_theta",
+            f"rope_theta {model.rope_theta:g} with rope_scaling of kind yarn, which needs a base above 1",
+        )
     if rope_dim(model) == 0:
         yield (
             "model.rope_fraction",
@@ -155,8 +173,12 @@ def _norms(model: LlamaKeys) -> Iterator[tuple[str, str]]:
 
 
 def _window(model: LlamaKeys) -> Iterator[tuple[str, str]]:
-    if model.window and model.window_pattern == 1:
-        yield "model.window_pattern", "window_pattern 1 leaves no layer with a window; leave model.window out"
+    layers = (layer for layer in range(model.n_layers + n_further(model)) if not is_delta(model, layer))
+    if model.window and not any(window_of(model, layer) for layer in layers):
+        yield (
+            "model.window_pattern",
+            f"window_pattern {model.window_pattern} leaves no layer with a window; leave model.window out",
+        )
 
 
 def _delta(model: LlamaKeys) -> Iterator[tuple[str, str]]:

@@ -137,7 +137,7 @@ class HfClass:
         found = [
             f"{key} is {value!r}, not {' or '.join(map(repr, self.keys[key]))}"
             for key, value in values.items()
-            if value not in self.keys[key]
+            if value not in self.keys[key] and key not in model.keys_in_vain
         ]
         scaled_windows = model.window and model.rope_scaling and model.window_rope_theta is None
         if self.rope_by_layer and scaled_windows:
@@ -203,6 +203,9 @@ class Described(Protocol):
 
     def hf_class(self, model: Any, /) -> HfClass:
         """The class that computes the model, if it has the values of `HfClass.keys`."""
+
+    def model_rules(self, model: Any, /) -> Iterator[tuple[str, str]]:
+        """Those of `rules` that are about the model alone, in whatever job."""
 
     def before_blocks(self, model: Any, /) -> list[Weight]:
         """The weights before the first block."""

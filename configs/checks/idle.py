@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from configs.only_with import Condition, conditions
 from configs.reading.keys import KeyPath, dotted
 from configs.reading.toml_text import value_text
-from configs.schema import Config, Pipeline, Table
+from configs.schema import Config, Model, Pipeline, Table, is_described
 
 
 def idle_keys(config: Config, origins: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
@@ -30,6 +32,17 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"pipeline.schedule = {value_text(schedule)} does nothing with mesh.pp = 1"
     if validation > steps:
         yield f"validation.interval = {validation:,} is beyond training.steps = {steps:,}: there is no validation"
+    if is_described(config.model):
+        yield from _beyond_the_layers(config.model)
+
+
+def _beyond_the_layers(model: Model) -> Iterator[str]:
+    """A ladder's shallower rungs, which keep their job's keys, may well have some."""
+    said = {"no_rope_every": "all layers are rotated", "window_pattern": "no layer sees all earlier tokens"}
+    for key, what in said.items():
+        n = getattr(model, key)
+        if n and n > model.n_layers:
+            yield f"model.{key} = {n:,} is beyond model.n_layers = {model.n_layers:,}: {what}"
 
 
 Needed = list[tuple[KeyPath, Condition]]
@@ -43,16 +56,27 @@ def _idle(
         path = (*at, name)
         needed = of_table + [(_path_of(condition, at), condition) for condition in conditions(field)]
         value = getattr(table, name)
-        if isinstance(value, Table):
-            yield from _idle(root, origins, value, path, needed)
-        elif isinstance(value, list) and value and isinstance(value[0], Table):
+        if isinstance(value, list) and value and isinstance(value[0], Table):
             for index, item in enumerate(value):
                 yield from _idle(root, origins, item, (*path, index), needed)
-        else:
-            for other, condition in needed:
-                there = reduce(_inside, other, root)
-                if condition.concerns(value, field.default) and not condition.is_met_by(there):
-                    yield path, _message(path, value, condition, other, there, origins.get(other, "the default"))
+            continue
+        is_whole = not isinstance(value, Table) or field.default is None  # a table that may be missing goes as a whole
+        problems = list(_in_vain(root, origins, path, value, field, needed)) if is_whole else []
+        yield from ((path, problem) for problem in problems)
+        if isinstance(value, Table) and not problems:
+            yield from _idle(root, origins, value, path, needed)
+
+
+def _in_vain(
+    root: Config, origins: Mapping[KeyPath, str], path: KeyPath, value: Any, field: FieldInfo, needed: Needed
+) -> Iterator[str]:
+    """Why a key does nothing, for each condition that is not met."""
+    for other, condition in needed:
+        if condition.unless and reduce(_inside, condition.unless.split("."), root):
+            continue
+        there = reduce(_inside, other, root)
+        if condition.concerns(value, field.default) and not condition.is_met_by(there):
+            yield _message(path, value, condition, other, there, origins.get(other, "the default"))
 
 
 def _message(path: KeyPath, value: Any, condition: Condition, other: KeyPath, there: Any, where: str) -> str:

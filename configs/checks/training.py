@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from configs.architectures.llama_keys import has_attention
 from configs.checks.rule import Problem, Rule
 from configs.layout import schedule_lengths
 from configs.schema import Config, is_described
@@ -68,6 +69,8 @@ def _qk_clip(config: Config, _: int | None) -> Iterator[Problem]:
         return
     if not is_described(model):
         what = f'Keel does not know which weights of architecture "{model.architecture}" queries and keys come from'
+    elif not has_attention(model):
+        what = "no layer has attention (model.layers), whose queries and keys it scales"
     elif model.qk_norm != "none":
         what = f'model.qk_norm = "{model.qk_norm}" norms queries and keys, whatever the scale of their weights'
     else:

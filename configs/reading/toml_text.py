@@ -17,7 +17,7 @@ def value_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON does not escape DEL
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(value_text, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key_text(key)} = {value_text(item)}" for key, item in value.items()) + "}"

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from configs.untrusted import printable
+from scripts.page.experts import shares
 from scripts.page.flags import spikes
 from scripts.page.recorded import Recorded, is_date, is_duration, is_number, was_not_finite
 from scripts.page.thin import bin_means, thin
@@ -126,7 +127,8 @@ FIGURES = (
 )
 NOTES: dict[str, tuple[str, Unit]] = {
     "validation_by_source": ("of each source's own tokens", "number"),
-    "tokens_per_expert": ("of the step, by layer and expert", "count"),
+    "tokens_per_expert": ("by layer, in even shares: the expert's tokens over the mean of its layer's", "number"),
+    "router_entropies": ("by layer, in nats, mean over tokens", "number"),
     "phase_seconds": ("per step, outside of collectives, on the rank that spent the most", "seconds"),
     "layer_grad_norms": ("2-norm before clipping", "number"),
     "layer_activation_rms": ("root mean square of the residual stream after each block", "number"),
@@ -232,6 +234,11 @@ def _by_measure(key: str, run: Recorded) -> dict[str, Curves]:
     measures: dict[str, Curves] = {}
     for record in run.records:
         value = record.get(key)
+        if key == "tokens_per_expert":
+            value = {
+                layer: {"most loaded": max(experts), "least loaded": min(experts)}
+                for layer, experts in shares(value).items()
+            }
         for name, item in value.items() if isinstance(value, dict) else ():
             for measure, number in item.items() if isinstance(item, dict) else (("", item),):
                 if is_number(number) and not measure.endswith(_ERROR):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from configs.reading.toml_text import value_text
 from configs.untrusted import printable, shortened
+from scripts.page.experts import BANDS, boxes, recent_shares
 from scripts.page.figures import axes, charts, marks, spans, title_of
 from scripts.page.flags import flags
 from scripts.page.ranking import ranking
@@ -65,6 +66,7 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
             *((curves, cards) if len(runs) > _MANY else (cards, curves)),
             section("Differences", _differences(runs)) if len(runs) > 1 else "",
             section("Where the time went", _each(_time, runs)),
+            section("Load of each expert", _each(_experts, runs)),
             section("Planned and measured", _each(_plan, runs)),
             section("Stops and resumes", _each(_launches, runs)),
             section("Evaluation", _evaluation(runs)),
@@ -434,6 +436,35 @@ def _plan(run: Recorded) -> str:
             if is_number(seconds):
                 rows.append([f"<small>{escaped(part)}</small>", brief(seconds), "-", "-"])
     return _table(["", *_COMPARED, "difference"], rows) if rows else ""
+
+
+def _experts(run: Recorded) -> str:
+    """A picture with a row for each layer and a column for each expert, over the run's last logged steps."""
+    n_steps, layers = recent_shares(run)
+    if not layers:
+        return ""
+    rows = "".join(_layer(place, *each) for place, each in enumerate(layers.items()))
+    width = max(map(len, layers.values()))
+    box = f'viewBox="0 0 {width} {len(layers)}" preserveAspectRatio="none"'
+    names = [words for _, words in BANDS] + [f"over {BANDS[-1][0]:g}"]
+    items = "".join(f'<li><i class="dot load-{i}"></i>{words}</li>' for i, words in enumerate(names))
+    return (
+        f'<div class="time"><svg class="loads" {box} role="img" aria-label="loads of experts">{rows}</svg>'
+        f'<div class="ends"><span>expert 0</span><span>expert {width - 1}</span></div>'
+        f'<ul class="legend">{items}</ul><p class="hint">A row is a layer, from {escaped(next(iter(layers)))} on top '
+        f"to {escaped([*layers][-1])}; a color is an expert's tokens over the mean of its layer's, in the last "
+        f"{n_steps} logged steps.</p></div>"
+    )
+
+
+def _layer(place: int, name: str, experts: Sequence[float]) -> str:
+    most, least = (choose(range(len(experts)), key=experts.__getitem__) for choose in (max, min))
+    said = f"expert {most} has {experts[most]:.2f} of an even share, expert {least} has {experts[least]:.2f}"
+    drawn = (
+        f'<rect class="load-{color}" x="{first}" y="{place}" width="{width}" height="1"/>'
+        for color, first, width in boxes(experts)
+    )
+    return f"<g><title>layer {escaped(name)}: {said}</title>{''.join(drawn)}</g>"
 
 
 # --------------------------------------------------------------------------- commands after a save

@@ -287,6 +287,7 @@ def test_loads_of_experts_are_what_transformers_experts_are_given(ranks, tmp_pat
         assert balance.tokens_per_expert == expected
         assert balance.load_imbalance == max(max(load) * 4 / sum(load) for load in expected.values())
         assert balance.router_entropy is None
+        assert balance.router_entropies is None
 
 
 DOCUMENTS = words_of(DOCUMENT_KEYS)

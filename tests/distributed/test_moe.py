@@ -89,6 +89,8 @@ def test_balance_and_biases_are_those_of_one_process(ranks, meshes):
     assert any(0 in load for load in loads), "an expert that got no token of the whole batch"
     assert expected.load_imbalance == max(max(load) * 64 / (8 * 32 * 2) for load in loads)
     assert 0 < expected.router_entropy < math.log(64)
+    assert expected.router_entropies.keys() == {1, 2, 3}
+    assert sum(expected.router_entropies.values()) / 3 == pytest.approx(expected.router_entropy, rel=1e-12)
     assert {round(abs(value), 6) for bias in biases.values() for value in bias} <= {0.0, 0.01, 0.02, 0.03}
     for machine in meshes:
         results = ranks(4, _measured, machine)
@@ -97,3 +99,4 @@ def test_balance_and_biases_are_those_of_one_process(ranks, meshes):
             assert balance.tokens_per_expert == expected.tokens_per_expert
             assert balance.load_imbalance == expected.load_imbalance
             assert balance.router_entropy == pytest.approx(expected.router_entropy, rel=1e-12)
+            assert balance.router_entropies == pytest.approx(expected.router_entropies, rel=1e-12)

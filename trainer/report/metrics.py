@@ -218,6 +218,8 @@ class StepMetrics:
     """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
     router_entropy: float | None = None
     """Entropy of the router's scores, in nats, averaged over tokens and layers."""
+    router_entropies: dict[int, float] | None = None
+    """That of each layer, by its number."""
     repeated_steps: int | None = None
     """Steps of this launch so far that were computed again, since a buffer of experts was too small."""
     max_attention_logit: float | None = None

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
 from trainer.report.sinks.choose import choose_sinks
 from trainer.report.sinks.worker import Sinks
+from trainer.report.starving import Starving
 from trainer.report.wall_clock import WallClock
 from trainer.saved_state import RunState
 from trainer.validation import ValidationResult
@@ -47,6 +48,7 @@ class StepRecords:
     incarnation: Incarnation | None
     """That of an elastic run; nothing is written once there is a newer one."""
     _log: MetricsLog | None = None
+    _starving: Starving = field(default_factory=Starving)
 
     def open(self, run: RunState, position: dict[str, Any]) -> None:
         """Begin after the steps of `run`, at a position in the data; all ranks call it.
@@ -129,6 +131,8 @@ class StepRecords:
         )
         self.console.step(metrics)
         if self._log:
+            if complaint := self._starving.complaint(metrics.tokens_per_expert):
+                self.console.warning(f"step {run.step}: {complaint}")
             self._log.write(metrics, partial(self._after_metrics, run.step, writes_status))
 
     def write_evaluation(self, result: EvaluationMetrics) -> None:

@@ -19,6 +19,7 @@ from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
 from configs.architectures.llama_keys import RopeScaling, Router, computed, is_rotated, window_of
 from configs.errors import UserError
+from configs.exportable import not_exportable
 from configs.layout import parameter_count
 from configs.load import load
 from configs.schema import Model
@@ -93,6 +94,40 @@ def test_fields_that_keel_does_not_know_are_named(exported, tmp_path, capsys):
     assert script.main([str(exported), str(tmp_path / "back")]) == 0
     found = " ".join(capsys.readouterr().err.split())
     assert "fields that Keel does not know; the import is without them: a_new_gate, mup_alpha" in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "unknown"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "axes": 3}, "rope_scaling": None},
+            ["rope_parameters.axes"],
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32, "ramp": "cosine"}},
+            ["rope_scaling.beta_fast", "rope_scaling.ramp"],
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {
+                    FULL: {"rope_type": "default", "rope_theta": 1e6, "ramp": 1},
+                    NEAR: {"rope_type": "default", "rope_theta": 1e4, "temper": 2},
+                    "third": {},
+                },
+            },
+            [
+                "rope_parameters.full_attention.ramp",
+                "rope_parameters.sliding_attention.temper",
+                "rope_parameters.third",
+            ],
+        ),
+    ],
+)
+def test_unknown_fields_of_the_rotary_frequencies_are_named(fields, unknown):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"model_type": "llama", "intermediate_size": 64, "vocab_size": 96}
+    assert unknown_fields(sizes | fields, "config.json") == unknown
 
 
 def test_what_predicts_further_tokens_of_a_hybrid_is_left_out_and_named(tmp_path, capsys):
@@ -228,6 +263,19 @@ def test_qwen3_0_6b_as_it_is_published():
         to_keel(published | {"attention_bias": True}, "config.json")
 
 
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+def test_job_files_of_qwen3_are_models_of_transformers(size):
+    """Names and shapes of transformers' own class, which reads what an export of the job would write."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = load(f"qwen3_{size}").config.model
+    with torch.device("meta"):
+        theirs = Qwen3ForCausalLM(Qwen3Config(**to_hf(model, "bfloat16", 4096, 1, 2)))
+    shapes = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    assert shapes == tensor_shapes(model)
+    assert theirs.num_parameters() == parameter_count(model)
+
+
 @pytest.mark.parametrize(
     ("file", "job", "changes"),
     [
@@ -354,7 +402,7 @@ positive = st.floats(1e-8, 1e8)
         n_layers=st.integers(1, 3),
         n_heads=st.just(4),
         n_kv_heads=st.sampled_from([1, 2, 4]),
-        head_dim=sizes,
+        head_dim=sizes.map(lambda n: n * 2),
         ffn_dim=sizes,
         vocab_size=st.integers(2, 64),
         rope_theta=positive,
@@ -366,8 +414,8 @@ positive = st.floats(1e-8, 1e8)
         | st.builds(
             RopeScaling,
             factor=st.floats(1.0, 1e8),
-            low_freq_factor=positive,
-            high_freq_factor=positive,
+            low_freq_factor=st.floats(1e-8, 1.0),
+            high_freq_factor=st.floats(1.1, 1e8),
             original_seq_len=sizes,
         ),
     )
@@ -378,6 +426,18 @@ def test_config_there_and_back(model):
     with torch.device("meta"):
         names = {name: tuple(parameter.shape) for name, parameter in build_model(model).named_parameters()}
     assert {name.removeprefix("model."): shape for name, shape in tensor_shapes(model).items()} == names
+
+
+def test_a_model_without_attention_has_no_keys_of_attention_to_export():
+    """What a job says of attention is in vain there, and the class of its layers computes it all the same."""
+    hybrid = TINY["qwen3_next"]
+    model = hybrid.model_copy(update={"layers": ("delta",)})
+    plain = model.model_copy(update={key: Model.model_fields[key].default for key in model.keys_in_vain})
+    assert plain.qk_norm == "none"
+    assert not_exportable(plain) == not_exportable(model) == ""
+    assert computed(plain) == computed(model)
+    back = to_keel(json.loads(json.dumps(to_hf(plain, "float32", 32, 1, None))), "config.json")
+    assert computed(back) == computed(plain)
 
 
 @settings(max_examples=60, deadline=None)
@@ -404,6 +464,10 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         ({"model_type": "phi3"}, "model_type 'phi3'"),
         (SMOLLM3 | {"no_rope_layers": [0, 1]}, "no_rope_layers is no list in which every n-th layer is 0"),
         (SMOLLM3 | {"no_rope_layers": [0, 0]}, "no_rope_layers: no layer has a rotary embedding"),
+        (
+            SMOLLM3 | {"layer_types": [FULL, NEAR], "sliding_window": 8, "use_sliding_window": False},
+            "layer_types = ['full_attention', 'sliding_attention'] is not supported; Keel's SmolLM3 has full attention",
+        ),
         (OLMO3 | {"layer_types": [FULL, NEAR, NEAR]}, "layer_types is no list in which every n-th layer differs"),
         (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "layer_types: the kinds of layers must be among"),
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
@@ -434,6 +498,21 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         (
             DEEPSEEK_V3 | {"rope_parameters": YARN | {"mscale_all_dim": 1e308}},
             "rope_parameters.mscale_all_dim = 1e+308",
+        ),
+        (
+            DEEPSEEK_V3 | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "rope_parameters.mscale_all_dim = 1.0",
+        ),
+        ({"rope_parameters": YARN | {"mscale_all_dim": None, "rope_theta": 1.0}}, "rope_theta 1 with rope_scaling"),
+        (
+            {"rope_parameters": YARN | {"mscale_all_dim": None}, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings = 16 is not supported; rope_parameters has 8, and",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: n_heads 4 is not divisible by n_kv_heads 3"),
+        ({"head_dim": 15}, "head_dim: head_dim 15 is odd"),
+        (
+            QWEN3_NEXT | {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            "linear_num_value_heads: value_heads 4 is not divisible by key_heads 3",
         ),
         (DEEPSEEK_V3 | {"rope_parameters": YARN | {"factor": -2.0}}, "factor: Input should be greater than"),
         (QWEN2_MOE | {"mlp_only_layers": 1}, "mlp_only_layers = 1 are not the leading layers"),

@@ -96,6 +96,14 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "--model.delta.key_heads: no layer is of kind \"delta\" in model.layers ['full']; leave delta out",
         ),
         (
+            "model.rope_scaling.kind=yarn model.rope_scaling.factor=4 model.rope_theta=1.0",
+            "--model.rope_theta: rope_theta 1 with rope_scaling of kind yarn, which needs a base above 1",
+        ),
+        (
+            'model.layers=["delta"] optimizer.qk_clip=100',
+            "optimizer.qk_clip: no layer has attention (model.layers), whose queries and keys it scales; leave it out",
+        ),
+        (
             'model.layers=["delta","full"] model.delta.key_heads=3',
             "value_heads 32 is not divisible by key_heads 3 (32 / 3 = 10.67); change one of them",
         ),
@@ -121,6 +129,10 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         ),
         ("model.window_pattern=2", "model.window_pattern does nothing without window"),
         ("model.window=8 model.window_pattern=1", "window_pattern 1 leaves no layer with a window"),
+        (
+            'model.layers=["delta","full"] model.window=8 model.window_pattern=2',
+            "window_pattern 2 leaves no layer with a window; leave model.window out",
+        ),
         ("model.window=8 mesh.cp=2 context.method=ring", 'set context.method = "gather" or "all_to_all"'),
         ("model.window=8 attention.backend=flash3", "--attention.backend: flash3 computes no window (model.window)"),
         (

@@ -259,6 +259,14 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
 
 
 @pytest.mark.parametrize(
+    ("job", "said"), [("gemma3_1b", "1B parameters"), ("llama_1b", "1.24B parameters"), ("debug", "3.29M parameters")]
+)
+def test_validate_says_the_size_in_three_digits(capsys, job, said):
+    assert answer(parse_command_line(["--config", job, "--validate"]), {})
+    assert f"({said}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--pipeline.schedule", "gpipe"], 'pipeline.schedule = "gpipe" does nothing with mesh.pp = 1'),
@@ -272,6 +280,14 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
                 "[{name='v',kind='synthetic'}]",
             ],
             "validation.interval = 50 is beyond training.steps = 4: there is no validation",
+        ),
+        (
+            ["--model.no_rope_every", "100"],
+            "model.no_rope_every = 100 is beyond model.n_layers = 4: all layers are rotated",
+        ),
+        (
+            ["--model.window", "8", "--model.window_pattern", "100"],
+            "model.window_pattern = 100 is beyond model.n_layers = 4: no layer sees all earlier tokens",
         ),
         (
             ["--compile.mode", "max-autotune", "--compile.enable", "false"],

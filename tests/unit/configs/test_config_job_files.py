@@ -25,6 +25,11 @@ PUBLISHED = {
     "llama_405b": 405_853_388_800,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_0.6b": 596_049_920,  # without the copy of the tied embedding that its file holds
+    "qwen3_1.7b": 1_720_574_976,  # the same
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
     "deepseek_moe_16b": 16_375_728_128,
     "qwen2.5_7b": 7_615_616_512,
     "qwen3_30b_a3b": 30_532_122_624,
@@ -50,6 +55,7 @@ HARDWARE |= {"my_text": 1, "moe_debug": 1, "mixtral_8x7b": 64, "deepseek_moe_16b
 HARDWARE |= {"qwen2.5_7b": 8, "qwen3_30b_a3b": 16, "qwen3_235b_a22b": 256, "mistral_7b": 8, "smollm3_3b": 8}
 HARDWARE |= {"olmo2_1b": 1, "olmo3_7b": 8, "olmo3_7b_stages": 8, "gemma3_1b": 1, "deepseek_v3": 2048}
 HARDWARE |= {"qwen3_next_80b_a3b": 64}
+HARDWARE |= {"qwen3_1.7b": 1, "qwen3_4b": 8, "qwen3_8b": 8, "qwen3_14b": 16, "qwen3_32b": 64}
 
 
 @pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)

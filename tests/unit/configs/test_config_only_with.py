@@ -58,6 +58,7 @@ def test_one_edit_turns_an_inherited_mode_off(mode, tmp_path):
 
 SELECTIVE = '[activation_checkpoint]\nmode = "selective"\nsave_ops = ["aten.mm"]\n'
 FULL = '[activation_checkpoint]\nmode = "full"\n'
+DELTA = '[model]\nlayers = ["delta"]'
 BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
 
 
@@ -101,6 +102,35 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
             'a.toml:3: activation_checkpoint.memory_budget does nothing with mode = "none" (the default), only with '
             '"budget"; leave it out, or change mode',
         ),
+        (
+            {"a": f'{DELTA}\nwindow = 8\n[mesh]\ncp = 2\n[context]\nmethod = "ring"'},
+            [],
+            'a.toml:4: model.window does nothing with layers = ["delta"] (a.toml:3), only with "full"; leave it out',
+        ),
+        *(
+            (
+                {"a": f"{DELTA}\n{key} = {value}"},
+                [],
+                f'a.toml:4: model.{key} does nothing with layers = ["delta"] (a.toml:3), only with "full"; leave',
+            )
+            for key, value in (
+                ("n_kv_heads", 3),
+                ("qk_norm", '"head"'),
+                ("attention_bias", "true"),
+                ("attention_gate", "true"),
+                ("query_scale", 3.0),
+                ("rope_fraction", 0.5),
+                ("rope_theta", 3.0),
+                ("no_rope_every", 2),
+            )
+        ),
+        (
+            {"a": f"{DELTA}\n[model.rope_scaling]\nkind = 'yarn'\nfactor = 4.0"},
+            [],
+            'a.toml:4: model.rope_scaling does nothing with layers = ["delta"] (a.toml:3), only with "full"; leave',
+        ),
+        ({"a": '[model]\nlayers = ["delta", "full"]\nwindow = 8\nrope_fraction = 0.5'}, [], None),
+        ({"a": f"{DELTA}\nwindow = 8\n[model.multi_token]\ndepth = 1"}, [], None),
         (
             {"a": "[model]\nn_dense_layers = 1"},
             [],

@@ -110,10 +110,31 @@ def test_a_single_source_is_not_drawn_beside_the_whole_that_it_is(tmp_path):
     assert "Validation by source: loss" in {chart["title"] for chart in charts([alone, two])}
 
 
+def test_the_load_of_each_expert_and_layer_is_drawn(tmp_path):
+    loads = [{"1": [30, 10, 0, 0], "2": [10, 10, 10, 10], "3": "text", "4": [0, 0], "5": [1, "x"]}] * 40
+    run = write_run(tmp_path / "run", noise(40), tokens_per_expert=loads)
+    found = {chart["title"]: chart for chart in charts([run])}
+    for title, of_one in (("most loaded", 3.0), ("least loaded", 0.0)):
+        chart = found[f"Tokens per expert: {title}"]
+        assert {series["label"]: series["y"][0] for series in chart["series"]} == {"1": of_one, "2": 1.0}
+        assert "even share" in chart["note"]
+    shown = made(run)
+    assert "Load of each expert" in shown.texts["h2"]
+    boxes = [facts for tag, facts in shown.tags if tag == "rect" and facts["class"].startswith("load-")]
+    assert [(box["class"], box["x"], box["y"], box["width"]) for box in boxes] == [
+        ("load-5", "0", "0", "1"),
+        ("load-3", "1", "0", "1"),
+        ("load-0", "2", "0", "2"),  # neighbours of one color are one box
+        ("load-3", "0", "1", "4"),
+    ]
+    assert "layer 1: expert 0 has 3.00 of an even share, expert 2 has 0.00" in shown.texts["title"]
+
+
 def test_every_chart_says_what_it_shows(tmp_path):
     pages = documented()
     known = {*pages["In every line"], *pages["In some lines"], *pages["Lines of evaluations"]} - _NOT_DRAWN
     by_name = {key: [{"1": 1.0, "2": 2.0}] * 40 for key in known & {*NOTES}}
+    by_name["tokens_per_expert"] = [{"1": [1, 2]}] * 40
     numbers = {key: [1.0] * 40 for key in known - {*NOTES} - {"loss", "skipped", "fingerprint"}}
     found = charts([write_run(tmp_path / "run", noise(40), **numbers, **by_name, mine=[1.0] * 40)])
     assert len(found) > 20

@@ -189,14 +189,19 @@ def test_experts_have_keys_and_curves_of_their_own(tmp_path):
 
     log = open_log(tmp_path, tensorboard=True)
     tokens = {1: [3, 0, 5], 2: [4, 4, 0]}
-    log.write(metrics(1, tokens_per_expert=tokens, load_imbalance=1.875, router_entropy=0.5))
+    log.write(
+        metrics(
+            1, tokens_per_expert=tokens, load_imbalance=1.875, router_entropy=0.5, router_entropies={1: 0.25, 2: 0.75}
+        )
+    )
     log.close()
     (record,) = read(tmp_path)
-    assert list(record) == [*CONTRACT_KEYS, "tokens_per_expert", "load_imbalance", "router_entropy"]
+    assert list(record) == [*CONTRACT_KEYS, "tokens_per_expert", "load_imbalance", "router_entropy", "router_entropies"]
     assert record["tokens_per_expert"] == {"1": [3, 0, 5], "2": [4, 4, 0]}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("router/load_imbalance")] == [1.875]
     assert [e.value for e in events.Scalars("router/entropy")] == [0.5]
+    assert [e.value for e in events.Scalars("router/entropy_of_layer/2")] == [0.75]
     (event,) = events.Histograms("router/tokens_per_expert/1")
     assert list(event.histogram_value.bucket) == tokens[1]
 

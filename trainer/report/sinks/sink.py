@@ -57,6 +57,7 @@ TAGS = {
     "allocator_ooms": "memory/allocator_ooms",
     "load_imbalance": "router/load_imbalance",
     "router_entropy": "router/entropy",
+    "router_entropies": "router/entropy_of_layer",
     "repeated_steps": "router/repeated_steps",
     "max_attention_logit": "attention/max_logit",
     "multi_token_losses": "loss/multi_token",
