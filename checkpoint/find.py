@@ -18,6 +18,8 @@ from configs.untrusted import read_file
 
 HF_CONFIG_NAME = "config.json"
 """The file that makes a folder a Hugging Face model."""
+OPTIMIZER_INDEX_NAME = "index.json"
+"""The file that makes a folder an export of an optimizer's state."""
 MAX_TOKENIZER_BYTES = 256 << 20
 """Limit on the size of a tokenizer's file; the largest in use have 35 MB."""
 _SUFFIXES = (".model", ".json")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from checkpoint.find import HF_CONFIG_NAME, tokenizer_of
+from checkpoint.find import HF_CONFIG_NAME, OPTIMIZER_INDEX_NAME, tokenizer_of
 from configs.errors import UserError
 from scripts.command import checkpoint_in, end, folder_for, parser_of, place_argument, run_command
 from trainer.report.console import Console
@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gather needs --optimizer")
 
     def work(console: Console) -> None:
-        from scripts.export.optimizer import INDEX_NAME
-
-        with folder_for(options.output, INDEX_NAME if options.optimizer else HF_CONFIG_NAME, console) as output:
+        last = OPTIMIZER_INDEX_NAME if options.optimizer else HF_CONFIG_NAME
+        with folder_for(options.output, last, console) as output:
             checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
             export = _export_optimizer if options.optimizer else _export_model
             export(checkpoint, output, options, console)

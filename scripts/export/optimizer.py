@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from checkpoint.compare import described, require_same
 from checkpoint.export.output import finish, unfinished_folder, write_json
+from checkpoint.find import OPTIMIZER_INDEX_NAME
 from checkpoint.index import read_metadata
 from checkpoint.lock import ReadLock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -51,7 +52,6 @@ StateDict = Mapping[str, Any]
 """The result of an optimizer's `state_dict`."""
 
 PREFIX = "optimizer."
-INDEX_NAME = "index.json"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def export_optimizer(
                 name: source.write(folder, name, stem, state_dict, entries[name])
                 for name, state_dict in optimizers.items()
             }
-            write_json(folder / INDEX_NAME, index)
+            write_json(folder / OPTIMIZER_INDEX_NAME, index)
             finish(folder, output)
 
 
