@@ -29,7 +29,8 @@ PART_BYTES = 5 << 20
 """The least that S3 takes."""
 LOWERED = {"_ONE_REQUEST": 6 << 20, "_PART_BYTES": PART_BYTES}
 COMMAND = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests in the background ignores it
 from pathlib import Path
 from checkpoint import bucket_files
 from scripts.command import run_command

@@ -281,6 +281,8 @@ NOT_RUN = {  # beginning of a line: why not
     "keel compare s3:": "object storage: tests/bucket has it, with a server",
     "keel fork s3:": "object storage: tests/bucket has it, with a server",
     "keel checkpoint prune s3:": "object storage: tests/bucket has it, with a server",
+    "keel checkpoint average s3:": "object storage: tests/bucket has it, with a server",
+    "keel import s3:": "object storage: tests/bucket has it, with a server",
     "python -m tests.bucket.kill": "tests/bucket/test_kill.py",
     "hf auth login": "asks for a token",
     "vllm": "not installed; the page says that no test runs it",
@@ -302,6 +304,8 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/parity.py --exact",
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
+    '{"Rules": [{"ID": "parts", "Status": "Enabled", "Filter": {}, "AbortIncompleteMultipartUpload": '
+    '{"DaysAfterInitiation": 1}}]}': "a rule of S3's; the commands of its client are not installed",
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
     'activation_checkpoint.memory_limit_gib = "device" chooses mode = "selective", layers = "0-8": about 71.8 GiB of'
     " 72.0 GiB": "what a launch prints",

@@ -217,8 +217,9 @@ class Peers:
         if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun gives a host consecutive ranks
             first = self.own.rank - int(os.environ["LOCAL_RANK"])
             count = int(os.environ["LOCAL_WORLD_SIZE"])
-        self.beats(rank for rank in range(first, first + count) if rank not in self._latest)
-        known = list(self._latest.values())
+        here = range(first, first + count)
+        self.beats(rank for rank in here if rank not in self._latest)
+        known = [self._latest[rank] for rank in here if rank in self._latest]
         self._neighbors = {beat.rank: beat for beat in known if self.own.space and beat.space == self.own.space}
 
     def lost_neighbors(self, step: int) -> list[Loss]:
