@@ -350,9 +350,8 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def _gpu_backends() -> list[Any]:
     """The NCCL backends of this rank's process groups, in the order in which they were made."""
-    cuda = torch.device("cuda")
-    backends = [group._get_backend(cuda) for group in process_groups() if cuda in group._device_types]
-    return [backend for backend in backends if backend.name() == "nccl"]  # gloo has tensors on GPUs, too
+    backends = [backend for group in process_groups() for backend in _backends_of(group)]
+    return [backend for backend in backends if backend.name() == "nccl"]
 
 
 def uses_nccl() -> bool:
