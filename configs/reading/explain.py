@@ -147,7 +147,7 @@ def _wrong(path: KeyPath, layers: Layers) -> Mistake:
 def _hint(key: Key, value: Any) -> str:
     if not isinstance(value, str):
         return "; write it in quotes" if key.type == "string" and not isinstance(value, (list, dict)) else ""
-    near = difflib.get_close_matches(value, key.choices, 1, 0.5)
+    near = difflib.get_close_matches(value, [each for each in key.choices if isinstance(each, str)], 1, 0.5)
     if near:
         return f"; did you mean {value_text(near[0])}?"
     is_quoted = key.type.startswith(("integer", "number", "true")) and _is_value(value)

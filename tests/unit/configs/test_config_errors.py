@@ -42,6 +42,8 @@ def mistakes(text, *overrides, world_size=None):
     [
         ("[training]\nstepz = 1", "job.toml:3: unknown key training.stepz; did you mean training.steps?"),
         ("[training]\nlr = 1", "job.toml:3: unknown key training.lr; did you mean optimizer.lr?"),
+        ('[fsdp]\nzero_stage = "four"', 'fsdp.zero_stage must be one of 1 | 2 | 3 | "auto", got "four"'),
+        ('[fsdp]\nzero_stage = "aut"', 'got "aut"; did you mean "auto"?'),
         (
             "training.warmup_step = 1",
             "job.toml:2: unknown key training.warmup_step; did you mean lr_schedule.warmup_steps?",
