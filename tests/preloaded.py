@@ -2,8 +2,8 @@
 
 Importing torch takes a rank seconds, and forming a process group and building a tiny model takes it a quarter of one.
 So one server imports everything once, and forks off a process for each one that is asked of it: it has its own words,
-environment, folder, session and output, and runs `train.main` or torchrun from the first line on. The server itself
-never has a second thread, so that forking is safe.
+environment, folder, session and output, and runs `train.main`, torchrun or a script from the first line on. The server
+itself never has a second thread, so that forking is safe.
 
 A rank that real torchrun starts is `preloaded_rank.py`, which asks the server in its place, hands on the signals it
 gets, and ends as the rank did, by the same signal or code. To torchrun it is the rank.
@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import shlex
 import signal
@@ -74,10 +75,12 @@ class Server:
 
     temporary: TMPDIR of all processes.
     prefix: words before the server's own, such as `ip netns exec NAME`, which everything that it forks off inherits.
+    root: the checkout whose modules are imported.
     """
 
     temporary: Path
     prefix: tuple[str, ...] = ()
+    root: Path = ROOT
     _folder: tempfile.TemporaryDirectory = field(default_factory=tempfile.TemporaryDirectory)
 
     def __enter__(self) -> Self:
@@ -85,7 +88,7 @@ class Server:
         self.address = os.path.join(self._folder.name, "socket")
         self._process = subprocess.Popen(
             [*self.prefix, sys.executable, "-m", "tests.preloaded", self.address],
-            cwd=ROOT,
+            cwd=self.root,
             env=self.environment(),
             stdin=subprocess.PIPE,  # its end tells the server that this process is gone
             start_new_session=True,  # Ctrl-C is for this process
@@ -124,7 +127,7 @@ class Server:
         """Start a process.
 
         Args:
-            words: `torchrun` or `train.py`, and what follows.
+            words: `torchrun`, `train.py` or the path of a script, and what follows.
             folder: its current folder.
             output: a file to which its standard output is appended.
             environment: what is added to this process's.
@@ -287,6 +290,11 @@ def _run(words: list[str]) -> int:
 
         sys.argv = words
         torchrun(words[1:])
+        return 0
+    if words[0] != "train.py":
+        sys.argv = words
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))  # as Python does for a file
+        runpy.run_path(words[0], run_name="__main__")
         return 0
     from train import main
 

@@ -1,4 +1,7 @@
-"""What torchrun starts as a rank: it has one forked off the server of tests/preloaded.py, and stands for it."""
+"""What torchrun starts as a rank: it has one forked off the server of tests/preloaded.py, and stands for it.
+
+As `preloaded_rank.py torchrun ...` it stands for torchrun, as `preloaded_rank.py python SCRIPT ...` for a script.
+"""
 
 import array
 import json
@@ -29,6 +32,8 @@ def main() -> None:
     words = ["train.py", *sys.argv[1:]]
     if sys.argv[1:2] == ["torchrun"]:  # it stands for torchrun itself, whose ranks are then preloaded, too
         words = [__file__ if word == "train.py" else word for word in sys.argv[1:]]
+    elif sys.argv[1:2] == ["python"]:  # it stands for Python, and runs a script
+        words = sys.argv[2:]
     connection, pid = ask(os.environ["PRELOADED_SOCKET"], words, os.getcwd(), dict(os.environ), (0, 1, 2))
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: os.kill(pid, number))

@@ -15,7 +15,7 @@ import pytest
 from checkpoint.bucket import Bucket
 from scripts import prepare_data
 from tests.bucket.ceph import Ceph
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, curve, finish, launch, records, start
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, curve, finish, keel, launch, records, start
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
@@ -79,10 +79,9 @@ def test_the_same_bits_as_from_a_disk_stopped_and_resumed_with_an_empty_cache(
 
 def keel_data(folder: Path, words: str, env: dict[str, str]) -> str:
     """What `keel data` prints of a run."""
-    command = [sys.executable, ROOT / "scripts" / "keel.py", "data", *shlex.split(words)]
-    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
+    done = keel(folder, "data", *shlex.split(words), env=env)
+    assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.fixture(scope="module")

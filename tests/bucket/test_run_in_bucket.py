@@ -1,8 +1,6 @@
 """Runs whose folder is in a bucket of a real S3 server, each launch with an empty disk."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +16,10 @@ from scripts import checkpoint as checkpoint_script
 from scripts import compare, export_hf, fork, import_hf, report, runs
 from tests.bucket.ceph import ACCESS_KEY, SECRET_KEY, Ceph
 from tests.end_to_end.launch import (
-    ENVIRONMENT,
-    ROOT,
     assert_same_tensors,
     curve,
     finish,
+    keel,
     launch,
     start,
     status,
@@ -65,8 +62,8 @@ def test_the_same_bits_as_on_a_disk_from_host_to_host(
     assert runs.main([url]) == 0
     assert report.main([url, "--output", "page.html"]) == 0
     assert "20  " in capsys.readouterr().out
-    replayed = [sys.executable, str(ROOT / "scripts/replay.py"), url, "--step", "12", "--ranks", "1"]
-    subprocess.run(replayed, check=True, env=ENVIRONMENT | server.environment, capture_output=True)
+    replayed = keel(c, "replay", url, "--step", "12", "--ranks", "1", env=server.environment)
+    assert replayed.code == 0, replayed.err
 
     bucket = Bucket(url)
     texts = [bucket.get(key) for key in bucket.list()]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from configs.load import load
-from tests.preloaded import Server
+from tests.preloaded import Child, Server
 from trainer.lifecycle import StopRequest
 from trainer.run import run
 
@@ -125,6 +125,19 @@ def _server() -> Server:
     return server
 
 
+def keel(folder: Path, *words: str, env: dict[str, str] | None = None) -> Outcome:
+    """Run the command `keel` in `folder` to its end."""
+    return run_script(folder, "keel.py", *words, env=env)
+
+
+def run_script(folder: Path, name: str, *words: str, env: dict[str, str] | None = None) -> Outcome:
+    """Run a file of scripts/ in `folder` to its end."""
+    command, environment = [str(ROOT / "scripts" / name), *words], ENVIRONMENT | (env or {})
+    with tempfile.TemporaryDirectory() as said:
+        out, err = Path(said, "out"), Path(said, "err")
+        return _ended(_server().start(command, folder, out, environment, err), out, err)
+
+
 def _run_preloaded(folder: Path, words: str, ranks: int, config: Path, env: dict[str, str] | None) -> Outcome:
     server, words = _server(), f"--config {shlex.quote(str(config))} {words}"
     with tempfile.TemporaryDirectory() as said:
@@ -135,10 +148,14 @@ def _run_preloaded(folder: Path, words: str, ranks: int, config: Path, env: dict
         else:
             command = ["train.py", *shlex.split(words)]
             child = server.start(command, folder, out, environment=ENVIRONMENT | (env or {}), errors=err)
-        code = child.wait(TIMEOUT_SECONDS)
-        child.kill()
-        assert code is not None, f"still running:\n{out.read_text()}\n{err.read_text()}"
-        return Outcome(code, out.read_text(), err.read_text())
+        return _ended(child, out, err)
+
+
+def _ended(child: Child, out: Path, err: Path) -> Outcome:
+    code = child.wait(TIMEOUT_SECONDS)
+    child.kill()
+    assert code is not None, f"still running:\n{out.read_text()}\n{err.read_text()}"
+    return Outcome(code, out.read_text(), err.read_text())
 
 
 def launch_here(folder: Path, *words: str) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, curve, records, status
+from tests.preloaded import SOCKET, Server
 
 TIMEOUT_SECONDS = 900
 
@@ -598,14 +599,31 @@ def make_clone(folder: Path) -> Path:
     return folder
 
 
+def write_programs(clone: Path, socket: str = "") -> Path:
+    """Write the programs that lines call: Keel of this checkout, which need not be installed; with the `socket` of a
+    server, also torchrun and Python, for whose Keel torch is imported already. Returns their folder."""
+    folder = clone / ".keel"
+    folder.mkdir(exist_ok=True)
+    programs = {"keel": f'exec {sys.executable} "{clone}/scripts/keel.py" "$@"'}
+    if socket:
+        ask = f"{SOCKET}={socket} exec {sys.executable} -S -E {clone}/tests/preloaded_rank.py"
+        programs = {
+            "keel": f'{ask} python {clone}/scripts/keel.py "$@"',
+            "torchrun": f'{ask} torchrun "$@"',
+            "python": f'case $1 in train.py | scripts/*.py) {ask} python "$@" ;; esac\nexec {sys.executable} "$@"',
+        }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
 def run(command: str, clone: Path, place: str) -> str:
     """Run a line to its end; returns what it has printed."""
-    keel = clone / ".keel" / "keel"  # Keel of this checkout, which need not be installed
-    if not keel.exists():
-        keel.parent.mkdir()
-        keel.write_text(f'#!/bin/sh\nexec {sys.executable} "{clone}/scripts/keel.py" "$@"\n')
-        keel.chmod(0o755)
-    path = f"{keel.parent}:{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
+    programs = clone / ".keel"
+    if not programs.exists():
+        write_programs(clone)
+    path = f"{programs}:{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
     process = subprocess.run(
         ["bash", "-ec", command],
         cwd=clone,
@@ -660,7 +678,15 @@ def test_the_recipes(tmp_path: Path):
 
 def try_all(folder: Path, wanted: Callable[[Block], bool]) -> None:
     """Try these blocks, in order, in a clone of their own; all that fails is said at the end."""
-    clone = make_clone(folder)
+    clone = make_clone(folder / "clone")
+    with Server(folder / "tmp", root=clone) as server:
+        write_programs(clone, server.address)
+        faults = faults_of(clone, wanted)
+    assert not faults, "\n\n".join(faults)
+
+
+def faults_of(clone: Path, wanted: Callable[[Block], bool]) -> list[str]:
+    """What failed of these blocks."""
     faults: list[str] = []
     done: set[str] = set()
     for number, block in enumerate(filter(wanted, all_blocks())):
@@ -673,7 +699,7 @@ def try_all(folder: Path, wanted: Callable[[Block], bool]) -> None:
                 use()
             except (AssertionError, subprocess.TimeoutExpired) as fault:
                 faults.append(str(fault))
-    assert not faults, "\n\n".join(faults)
+    return faults
 
 
 LONG_LINES = sorted(

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from checkpoint.find import kept_tokenizer
 from configs.load import load
 from scripts import checkpoint as checkpoint_script
 from scripts import data, export_hf, import_hf, sample, score
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, curve
+from tests.end_to_end.launch import TEXT, curve, keel
 from trainer.lifecycle import StopRequest
 from trainer.run import run
 
@@ -104,10 +102,9 @@ def test_the_run_is_described_and_scored_with_its_own_tokenizer(home, monkeypatc
 
 @pytest.mark.slow
 def test_a_step_is_replayed_with_the_runs_own_tokenizer(home):
-    words = [sys.executable, str(ROOT / "scripts/replay.py"), "../copied", "--step", "3"]
-    done = subprocess.run(words, cwd=home / "with data", env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "equal in bits: step 3" in done.stdout
+    done = keel(home / "with data", "replay", "../copied", "--step", "3")
+    assert done.code == 0, done.err
+    assert "equal in bits: step 3" in done.out
 
 
 def test_a_moved_tokenizer_is_no_other_run_and_another_one_is(home, monkeypatch, capsys):

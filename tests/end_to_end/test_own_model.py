@@ -4,13 +4,11 @@ because a run folder names it."""
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TINY, launch, records
+from tests.end_to_end.launch import TINY, keel, launch, records
 from tests.marked import marked
 from tests.own_code import WORDS, write_files
 
@@ -26,12 +24,6 @@ TEXT = (
     f" --job.device cpu {FLOAT64}"
 )
 """The page's job, small, on some text, in float64."""
-
-
-def keel(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as one types it."""
-    command = [sys.executable, str(ROOT / "scripts" / "keel.py"), *words]
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +78,24 @@ def test_the_run_folder_holds_every_option_and_a_resume_refuses_another(folder):
 @pytest.mark.slow
 def test_commands_work_on_it(folder):
     proof = keel(folder, "prove", "my_model.toml", "--axes", "fsdp,tp,pp", "--ranks", "2")
-    assert proof.returncode == 0, proof.stdout + proof.stderr
-    assert re.search(r"\d equal", proof.stdout)
+    assert proof.code == 0, proof.out + proof.err
+    assert re.search(r"\d equal", proof.out)
     plan = keel(folder, "plan", "my_model.toml", "--ranks", "4", "--mesh.tp", "2")
-    assert plan.returncode == 0, plan.stderr
-    assert "parameters" in plan.stdout
+    assert plan.code == 0, plan.err
+    assert "parameters" in plan.out
     needed = [
         word
         for key in ("vocab_size", "dim", "n_layers", "n_heads", "ffn_dim")
-        for word in (f"--model.options.{key}", "64" if key != "n_layers" else "2")
+        for word in (f"--model.options.{key}", {"n_layers": "2", "n_heads": "4"}.get(key, "64"))
     ]
     named = keel(folder, "prove", "my_model:GPT2", "--axes", "fsdp", "--ranks", "2", *needed)
-    assert named.returncode == 0, named.stdout + named.stderr
+    assert named.code == 0, named.out + named.err
     run = folder / "runs" / "my_model"
     sampled = keel(folder, "sample", str(run), "import", "--max-tokens", "5", "--model.architecture", "my_model:GPT2")
-    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.code == 0, sampled.err
     exported = keel(folder, "export", str(next((run / "checkpoints").glob("step-*"))), "exported")
-    assert exported.returncode == 1
-    assert "it is no model of transformers, but one's own" in exported.stdout + exported.stderr
+    assert exported.code == 1
+    assert "it is no model of transformers, but one's own" in exported.out + exported.err
 
 
 @pytest.mark.slow
@@ -127,11 +119,11 @@ def test_no_command_runs_code_that_a_run_folder_names(folder, tmp_path):
         ("checkpoint", "inspect", f"{run}/checkpoints/step-00000004"),
     ):
         said = keel(tmp_path, *words)
-        assert "Traceback" not in said.stderr, said.stderr
+        assert "Traceback" not in said.err, said.err
         assert not (tmp_path / "imported").exists(), words
         if words[0] in ("sample", "score", "fork"):
-            assert said.returncode == 78, said.stdout + said.stderr
-            assert "Keel runs no code that a checkpoint or a run folder names; name it" in said.stdout + said.stderr
+            assert said.code == 78, said.out + said.err
+            assert "Keel runs no code that a checkpoint or a run folder names; name it" in said.out + said.err
     job = (tmp_path / "my_model.toml").read_text()
     (tmp_path / "my_model.toml").write_text(job.replace("my_model:GPT2", "other_model:GPT2"))
     refused = launch(tmp_path, TEXT, config=tmp_path / "my_model.toml", expect=78)

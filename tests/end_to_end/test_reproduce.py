@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, launch, launch_here
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, keel, launch, launch_here
 from tests.end_to_end.test_documented_commands import make_clone
 from tests.marked import marked
 from tests.unit.scripts.test_reproduce import VOCAB, first_steps, recorded, write_tokens  # noqa: F401 - a fixture
@@ -17,13 +17,16 @@ from trainer.data.token_file import TokenFolder
 from trainer.step import Learner
 
 
-def keel(folder: Path, words: str, root: Path = ROOT) -> tuple[int, str]:
+def reproduce(folder: Path, words: str, root: Path = ROOT) -> tuple[int, str]:
     """Run the command in `folder`; returns its exit code and what it printed."""
+    if root == ROOT:
+        done = keel(folder, "reproduce", *words.split())
+        return done.code, done.out + done.err
     command = [sys.executable, str(root / "scripts" / "keel.py"), "reproduce", *words.split()]
-    done = subprocess.run(
+    other = subprocess.run(
         command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS
     )
-    return done.returncode, done.stdout + done.stderr
+    return other.returncode, other.stdout + other.stderr
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def elsewhere(tmp_path_factory) -> Path:
     """A folder with nothing but the file of a run."""
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     launch(first, "--metrics.fingerprint true")
-    code, said = keel(first, "run --write run.json --steps 2 5 9")
+    code, said = reproduce(first, "run --write run.json --steps 2 5 9")
     assert code == 0, said
     assert "with the fingerprints of the steps 1, 2, 5, 9" in said
     shutil.copy(first / "run.json", second)
@@ -48,7 +51,7 @@ def elsewhere(tmp_path_factory) -> Path:
     ),
 )
 def test_another_mesh_is_equal_within_rounding(elsewhere, mesh):
-    code, said = keel(elsewhere, f"run.json {mesh}")
+    code, said = reproduce(elsewhere, f"run.json {mesh}")
     assert code == 0, said
     assert "computing steps again, from the initial weights, to compare the steps 1, 2, 5, 9" in said
     assert "equal within the bound: steps 1 to 9" in said
@@ -62,7 +65,7 @@ def test_a_changed_line_of_code_is_named(elsewhere, tmp_path):
     changed = file.read_text().replace("F.silu(", "F.gelu(")
     assert changed != file.read_text()
     file.write_text(changed)
-    code, said = keel(elsewhere, "run.json", clone)
+    code, said = reproduce(elsewhere, "run.json", clone)
     assert code == 1, said
     assert "NOT EQUAL: step 1 is the first that differs by more than round-off" in said
     assert re.search(r"code: Keel's code \w+ -> \w+, in models\n", said)
@@ -80,12 +83,12 @@ def test_one_other_token_is_named_on_another_mesh(recorded, tmp_path):  # noqa: 
     shutil.copytree(recorded / "web", tmp_path / "web")
     write_tokens(tmp_path, "code", ids)
     places = "--data.sources.0.path web --data.sources.1.path code --tokenizer.path t.model"
-    code, said = keel(tmp_path, f"run.json --ranks 2 {places}")
+    code, said = reproduce(tmp_path, f"run.json --ranks 2 {places}")
     assert code == 1, said
     assert f"NOT EQUAL: step {step} is the first that differs" in said
     assert f"data: step {step} is the first that read other tokens (code: other content)" in said
     assert "values:" not in said
-    code, said = keel(tmp_path, f"run.json --ranks 2 {places} --steps {step - 1}")
+    code, said = reproduce(tmp_path, f"run.json --ranks 2 {places} --steps {step - 1}")
     assert code == 0, said
 
 
@@ -108,10 +111,10 @@ def test_a_flipped_bit_of_a_weight_is_named_on_another_mesh(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "gradients", flipped)
         assert launch_here(there, "--metrics.fingerprint", "true", "--training.steps", "8") == 0
-    code, said = keel(there, "run --write run.json")
+    code, said = reproduce(there, "run --write run.json")
     assert code == 0, said
     shutil.move(there / "run.json", here)
-    code, said = keel(here, "run.json --ranks 2")
+    code, said = reproduce(here, "run.json --ranks 2")
     assert code == 1, said
     assert "NOT EQUAL: step 6 is the first that differs by more than round-off" in said
     assert "values: data, job, code and torch are the same" in said
@@ -124,6 +127,6 @@ def test_words_that_go_with_one_form_only(tmp_path):
         ("f --begin 3", "--begin goes with --write"),
         (".", "a run folder goes with --write FILE"),
     ):
-        code, said = keel(tmp_path, words)
+        code, said = reproduce(tmp_path, words)
         assert code == 2
         assert why in said

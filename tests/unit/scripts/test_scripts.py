@@ -28,41 +28,36 @@ from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
 from tests.conftest import ROOT
+from tests.end_to_end.launch import run_script
 
 TINY = ["--model.dim", "32", "--model.n_layers", "2", "--model.ffn_dim", "64", "--model.vocab_size", "256"]
 TINY += ["--training.seq_len", "32"]
 
 
-def run_script(name, *words):
-    return subprocess.run(
-        [sys.executable, f"scripts/{name}", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.slow
 def test_a_plan_of_7b_over_8_ranks_takes_no_memory_for_it():
-    done = run_script("plan.py", "--config", "llama_7b.toml", "--ranks", "8")
-    assert done.returncode == 0, done.stderr
-    assert "6.74 B parameters" in done.stdout
-    assert "3.14 GiB of parameters" in done.stdout  # 6,738,415,616 x 4 bytes / 8
-    peak = done.stdout.split("this process")[1].split()
+    done = run_script(ROOT, "plan.py", "--config", "llama_7b.toml", "--ranks", "8")
+    assert done.code == 0, done.err
+    assert "6.74 B parameters" in done.out
+    assert "3.14 GiB of parameters" in done.out  # 6,738,415,616 x 4 bytes / 8
+    peak = done.out.split("this process")[1].split()
     assert peak[1] == "MiB"  # and not GiB
     assert float(peak[0]) < 1000
 
 
 def test_a_plan_that_no_mesh_fits_is_refused():
-    done = run_script("plan.py", "--config", "llama_70b.toml", "--ranks", "7")
-    assert done.returncode == 78
-    assert "does not divide 7" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run_script(ROOT, "plan.py", "--config", "llama_70b.toml", "--ranks", "7")
+    assert done.code == 78
+    assert "does not divide 7" in done.err
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_what_it_says(tmp_path):
     path = tmp_path / "speed.json"
     variants = ["--variants", "bare-eager,keel-eager", "--rounds", "2", "--steps", "1"]
-    done = run_script("benchmark.py", "--config", "benchmark_10m.toml", "--json", str(path), *variants, *TINY)
-    assert done.returncode == 0, done.stderr
+    done = run_script(ROOT, "benchmark.py", "--config", "benchmark_10m.toml", "--json", str(path), *variants, *TINY)
+    assert done.code == 0, done.err
     figures = json.loads(path.read_text())
     for row in figures["variants"].values():
         assert row["tokens_per_second"] == pytest.approx(4 * 32 / (sum(row["seconds"]) / 2))
@@ -72,26 +67,11 @@ def test_the_benchmark_measures_what_it_says(tmp_path):
     assert figures["keel_over_bare"] == {"eager": pytest.approx(sum(ratios) / 2)}
 
 
-@pytest.mark.long
-def test_the_axes_are_measured_beside_one_process(tmp_path):
-    path = tmp_path / "axes.json"
-    words = ["--rounds", "2", "--steps", "1", "--json", str(path), *TINY, "--model.n_layers", "4"]
-    done = run_script("benchmark.py", "axes", *words)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(path.read_text())
-    assert figures["1 process"] == [1.0, 1.0]
-    assert {"FSDP 2", "owner 4", "TP 2", "CP ring 4", "PP 2"} < figures.keys()
-    for name, each in figures.items():
-        assert len(each) == 2
-        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name} ".ljust(14)))
-        assert f"{sum(each) / 2:.2f} ({min(each):.2f} to {max(each):.2f})" in line
-
-
 def test_the_parity_script_lists_its_rows():
-    done = run_script("parity.py", "--list")
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) == len(list(table())) + len(REFUSED)
-    assert run_script("parity.py", "--rows", "nothing like it").returncode == 1
+    done = run_script(ROOT, "parity.py", "--list")
+    assert done.code == 0
+    assert len(done.out.splitlines()) == len(list(table())) + len(REFUSED)
+    assert run_script(ROOT, "parity.py", "--rows", "nothing like it").code == 1
 
 
 @pytest.mark.parametrize(
