@@ -3,7 +3,8 @@
     python -m tests.gpu.first_half_hour STAGE [--output FOLDER]     right, 1b, large, plans, kernels, or all
 
 Ends with a table of what was predicted and what was measured, and keeps both in FOLDER/first_half_hour.json, to which
-each figure is added when it is there. What fails is noted in the table, and the next figure follows. Predictions of
+each figure is added when it is there. What fails is noted in the table, and the next figure follows. After --minutes a
+stage begins nothing more; a later call keeps the figures that are there. Predictions of
 speed and memory are in predicted.json (predict.py), those of kernels are of bytes and FLOPs on an H200. `pytest -m gpu`
 asserts what must hold. wheels.sh gathers the packages that a machine with torch alone lacks.
 """
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -35,7 +37,7 @@ from tests.gpu.kernels import (
     update_terabytes_per_second,
 )
 from tests.gpu.plans import RUNS, compared
-from tests.gpu.runs import benchmark
+from tests.gpu.runs import benchmark, end_after, seconds_left
 from tests.gpu.values import differences
 
 
@@ -111,15 +113,15 @@ def plans(folder: Path, only: list[str]) -> Iterator[Figure]:
             yield Figure(name, "", None, None, _last_line(failure))
 
 
-def kernels(folder: Path) -> Iterator[Figure]:
-    """Where the time of a step goes: a table of its longest kernels, in a file."""
+def kernels(_: Path, output: Path) -> Iterator[Figure]:
+    """Where the time of a step goes: a table of its longest kernels, in a file of `output`."""
     from tests.null_gpu.step import join
 
     join(1)
     of_1b, of_8b = JOBS["1b"][0], JOBS["large"][0]
     for job, words in ((of_1b, ["--training.global_batch_size", "16"]), (of_8b, ["--training.global_batch_size", "1"])):
         yield _figure(
-            f"{job.name}: a step of 16 or 1 sequences on the device", "s", None, partial(_busy, job, words, folder)
+            f"{job.name}: a step of 16 or 1 sequences on the device", "s", None, partial(_busy, job, words, output)
         )
 
 
@@ -149,6 +151,7 @@ def _busy(job: Job, words: list[str], folder: Path) -> float:
 
 def _figure(name: str, unit: str, before: float | None, work: Callable[[], float]) -> Figure:
     try:
+        seconds_left()
         return Figure(name, unit, before, work())
     except Exception as failure:  # of one figure; the others follow
         traceback.print_exc()
@@ -187,6 +190,7 @@ def main() -> int:
         metavar="NAME",
         help="this job of 1b or large, or this run of right or plans, only",
     )
+    parser.add_argument("--minutes", type=float, default=8.5, help="most minutes of a stage (default: %(default)s)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: there is no CUDA device here", file=sys.stderr)
@@ -197,13 +201,17 @@ def main() -> int:
     stages: dict[str, Callable[[Path], Iterator[Figure]]] = {"right": partial(right, only=options.job)}
     stages |= {stage: lambda folder, stage=stage: speed(stage, folder, options.job) for stage in JOBS} | {
         "plans": partial(plans, only=options.job),
-        "kernels": kernels,
+        "kernels": partial(kernels, output=options.output),
     }
-    for stage in stages if options.stage == "all" else (options.stage,):
-        for figure in stages[stage](options.output):
-            known[figure.name] = figure
-            print(table([figure]).splitlines()[1], flush=True)
-            file.write_text(json.dumps([asdict(each) for each in known.values()], indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as work:
+        for stage in stages if options.stage == "all" else (options.stage,):
+            end_after(60 * options.minutes)
+            for figure in stages[stage](Path(work)):
+                print(table([figure]).splitlines()[1], flush=True)
+                earlier = known.get(figure.name)
+                if figure.measured is not None or earlier is None or earlier.measured is None:
+                    known[figure.name] = figure
+                file.write_text(json.dumps([asdict(each) for each in known.values()], indent=2) + "\n")
     print(
         f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; kept in {file}\n\n{table(list(known.values()))}"
     )

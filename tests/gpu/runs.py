@@ -1,10 +1,12 @@
 """Runs of train.py and of the benchmark, each in a process of its own, and what they left behind."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,24 @@ SMALL = (
 
 class Failed(Exception):
     """A run did not end well; the message is its last line."""
+
+
+_end = math.inf
+"""When no further figure is begun, by `time.monotonic`."""
+
+
+def end_after(seconds: float) -> None:
+    """Let everything here end after so long."""
+    global _end
+    _end = time.monotonic() + seconds
+
+
+def seconds_left() -> float:
+    """Seconds until the end. Raises: Failed, after it."""
+    left = _end - time.monotonic()
+    if left <= 0:
+        raise Failed("not begun: the time was over")
+    return left
 
 
 Curve = dict[int, tuple[float, float]]
@@ -71,6 +91,7 @@ def null_gpu_bytes(file: Path, job: Job) -> int:
 
 def run_python(*words: str, timeout_seconds: float = 600) -> str:
     """Run a program in the repository; returns what it says. Raises: Failed."""
+    timeout_seconds = min(timeout_seconds, seconds_left())
     try:
         done = subprocess.run(
             [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds

@@ -122,13 +122,20 @@ def differences(folder: Path, only: Sequence[str] = ()) -> Iterator[tuple[Pair, 
         for pair in pairs:
             try:
                 one, other = (curves[name].result() for name in (pair.one, pair.other))
+                found = _largest(one, other)
             except Failed as failure:
                 yield pair, None, None, str(failure)
-                continue
-            assert one.keys() == other.keys()
-            yield (
-                pair,
-                max(abs(one[step][0] - other[step][0]) for step in one),
-                max(abs(one[step][1] / other[step][1] - 1) for step in one),
-                "",
-            )
+            except Exception as failure:  # of this pair; the others follow
+                yield pair, None, None, f"{type(failure).__name__}: {failure}"
+            else:
+                yield pair, *found, ""
+
+
+def _largest(one: Curve, other: Curve) -> tuple[float, float]:
+    """The largest differences of losses, and of norms, relative."""
+    if one.keys() != other.keys():
+        raise Failed(f"steps {sorted(one)} and {sorted(other)}")
+    return (
+        max(abs(one[step][0] - other[step][0]) for step in one),
+        max(abs(one[step][1] / other[step][1] - 1) for step in one),
+    )
