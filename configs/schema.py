@@ -22,6 +22,7 @@ from configs.table import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    NotBool,
     Pattern,
     PositiveFloat,
     PositiveInt,
@@ -405,7 +406,9 @@ class Elastic(Table):
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
-    zero_stage: Annotated[Literal[1, 2, 3, "auto"], only_with("partition", "rows", reason="which shards no rows")] = 3
+    zero_stage: Annotated[
+        Literal[1, 2, 3, "auto"], NotBool, only_with("partition", "rows", reason="which shards no rows")
+    ] = 3
     """3: gather parameters for each computation; 2: keep them gathered from forward to backward; 1: to the step's end,
     and reduce gradients once per step; auto: chosen within activation_checkpoint.memory_limit_gib."""
     reshard_after_forward: Annotated[

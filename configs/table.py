@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("not a number")
+    return value
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -13,6 +20,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 """Shell-style. The time of a match grows with a power of the length."""
+NotBool = BeforeValidator(_no_bool)
+"""For a choice among numbers: true equals 1, and so Python takes it for one of them."""
 
 
 class Table(BaseModel):

@@ -257,10 +257,14 @@ class Plan:
     on_gpus: bool
     lines: "Sequence[RankLine]"
     """When each rank of the pipeline passes micro-batches; empty without a page."""
+    chosen: dict[str, Any]
+    """The keys that memory has chosen, with their values."""
 
     def as_json(self, options: argparse.Namespace) -> dict[str, Any]:
         """The plan as plain values, and how each figure came about."""
         plan: dict[str, Any] = {"job": self.name, "ranks": self.ranks, "memory": dict(self.memory)}
+        if self.chosen:
+            plan["chosen"] = self.chosen
         plan["memory_by_kind"] = memory_as_json(self.largest.by_kind)
         if len(self.stages) > 1:
             plan["stages"] = stages_as_json(self.stages)
@@ -277,7 +281,7 @@ class Plan:
         from scripts.keel import VERSION
         from scripts.page.planned import planned_page
 
-        title = f"{self.name} on {self.ranks} ranks" + (f" of {device.title}" if device else "")
+        title = self._title + (f" of {device.title}" if device else "")
         tables = {"The job": self.memory}
         if len(self.stages) > 1:
             tables["Its stages (estimate)"] = stage_rows(self.stages, self.on_gpus)
@@ -300,7 +304,7 @@ class Plan:
         if device and dict(memory)["fits"] != "yes":
             console.line(f"does not fit: {dict(memory)['fits']}\n")
             memory = [row for row in memory if row[0] != "fits"]
-        console.table(f"{self.name} on {self.ranks} ranks", memory)
+        console.table(self._title, memory)
         if len(self.stages) > 1:
             console.table("its stages (estimate)", stage_rows(self.stages, self.on_gpus))
         largest = _name(self.largest, self.stages)
@@ -315,6 +319,10 @@ class Plan:
             console.table(f"one step{_of(largest)} of {kinds}", traffic)
         if self.proof:
             console.table("what ranks wait for", proof_rows(self.proof, self.ranks))
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name} on {self.ranks} rank{'s' * (self.ranks > 1)}"
 
     @property
     def _run(self) -> "RunTime":
@@ -368,9 +376,8 @@ def planned(
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]], options.prove_all)
-    return Plan(
-        job.config.job.name, ranks, held, stages, most, longest, device_bytes, traced, proof, not ranks_of_cpu, lines
-    )
+    name, on_gpus, keys = job.config.job.name, not ranks_of_cpu, choice.keys if choice else {}
+    return Plan(name, ranks, held, stages, most, longest, device_bytes, traced, proof, on_gpus, lines, keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

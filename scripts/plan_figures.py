@@ -19,6 +19,7 @@ ORIGINS = {
         *("proof.ranks", "proof.events", "proof.groups"),
     ),
     "modelled": (
+        "chosen.*",
         *("memory_by_kind.peak_bytes", "memory_by_kind.communicators_bytes"),
         *(f"memory_by_kind.parts_bytes.{name}" for name in ("gathered", "activations", "loss", "buffers")),
         *(f"stages.{name}" for name in ("peak_bytes", "step_seconds", "tokens_per_second_per_gpu", "mfu")),

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -61,12 +62,19 @@ class Choice:
     needed: int
     """Bytes that they take by estimate."""
 
-    def __str__(self) -> str:
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The dotted keys with the values that were chosen."""
         table = self.job.activation_checkpoint.model_dump(exclude_defaults=True) or {"mode": "none"}
         was, now = (flat(job.model_dump(include={"fsdp", "training"})) for job in (self.asked, self.job))
         further = {key: value for key, value in now.items() if value != was[key]}
         limit = self.asked.activation_checkpoint.memory_limit_gib
-        keys = ", ".join(f"{key} = {value_text(value)}" for key, value in ((table if limit else {}) | further).items())
+        return (flat({"activation_checkpoint": table}) if limit else {}) | further
+
+    def __str__(self) -> str:
+        limit = self.asked.activation_checkpoint.memory_limit_gib
+        values = {key.removeprefix("activation_checkpoint."): value for key, value in self.keys.items()}
+        keys = ", ".join(f"{key} = {value_text(value)}" for key, value in values.items())
         needed = f"about {size(self.needed)} of {size(self.limit)}"
         if not limit:
             return f"{keys}, since copies of the parameters in compute_dtype do not fit: {needed}"

@@ -76,6 +76,7 @@ def test_unknown_keys_name_the_nearest(text, message):
     [
         ('[training]\nsteps = "100"', 'training.steps must be an integer > 0, got "100"; write it without the quotes'),
         ("[training]\nsteps = 100.0", "training.steps must be an integer > 0, got 100.0"),
+        ("[fsdp]\nzero_stage = true", 'fsdp.zero_stage must be one of 1 | 2 | 3 | "auto", got true'),
         ('[fsdp]\nzero_stage = "four"', 'fsdp.zero_stage must be one of 1 | 2 | 3 | "auto", got "four"'),
         (
             '[fsdp]\nzero_stage = "aut"',

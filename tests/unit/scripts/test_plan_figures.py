@@ -10,6 +10,9 @@ from scripts.plan_figures import ORIGINS, figures
 
 TEXT = {"job", "device", "counted", "modelled", "measured"}
 
+BY_MEMORY = ("--activation_checkpoint.memory_limit_gib", "device", "--training.micro_batch_size", "auto")
+BY_MEMORY += ("--fsdp.zero_stage", "auto")
+
 
 def planned(capsys, *words):
     assert plan.main([*words, "--json"]) == 0
@@ -30,6 +33,7 @@ def test_paths_leave_out_places_in_lists_and_what_is_no_number():
         ("mixtral_8x7b.toml", "--ranks", "64", "--device", "h100", "--mesh.ep", "8"),
         ("llama_1b.toml", "--ranks", "1", "--device", "h100", "--checkpoint.interval", "0"),
         ("olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100"),
+        ("llama_1b.toml", "--ranks", "8", "--memory-gib", "80", *BY_MEMORY),
         pytest.param(
             ("debug.toml", "--ranks", "2", "--training.compute_dtype", "bfloat16", "--device", "h100", "--prove"),
             marks=pytest.mark.slow,
@@ -46,3 +50,13 @@ def test_each_figure_of_a_plan_has_one_origin(capsys, words):
         assert len([pattern for pattern in stated if fnmatchcase(path, pattern)]) == 1, path
     for pattern in stated:
         assert any(fnmatchcase(path, pattern) for path in paths), pattern
+
+
+def test_what_memory_has_chosen_are_keys_that_make_the_same_job(capsys):
+    chosen = planned(capsys, "llama_1b.toml", "--ranks", "8", "--memory-gib", "80", *BY_MEMORY)
+    keys = chosen["chosen"]
+    assert {"training.micro_batch_size", "fsdp.zero_stage", "activation_checkpoint.mode"} <= keys.keys()
+    by_hand = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    found = planned(capsys, "llama_1b.toml", "--ranks", "8", *by_hand)
+    assert "chosen" not in found
+    assert found["memory_by_kind"] == chosen["memory_by_kind"]
