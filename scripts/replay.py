@@ -22,8 +22,9 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import require_run
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
 from configs.load import load
+from configs.run_stages import trained_diff
 from scripts.command import end, parsed, parser_of, place_argument, positive, refuse_keys, run_command
 from scripts.launcher import run_ranks
 from train import end_process
@@ -92,7 +93,9 @@ def replay(
     folder.mkdir(parents=True, exist_ok=True)
     planned = plan(run, step, folder)
     console.line(f"{run}: computing {_steps(planned)} again, from {planned.checkpoint or 'the initial weights'}")
-    compute_again(planned, ranks or planned.launch.ranks, words, folder.resolve())
+    n_ranks = ranks or planned.launch.ranks
+    _require_same_run(planned, n_ranks, words, folder)
+    compute_again(planned, n_ranks, words, folder.resolve())
     verdict = judge(planned, folder / "run")
     for line in said(planned, verdict):
         console.line(line)
@@ -135,6 +138,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 # --------------------------------------------------------------------------- computing
+
+
+def _require_same_run(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:
+    """Refuse run keys with other values than the run's."""
+    from scripts.proof.replay import JOB_NAME
+
+    job = str(folder / JOB_NAME)
+    was, now = (load(job, given, n, is_stored=True).config for given, n in (((), None), (words, ranks)))
+    _, changes = trained_diff(was.model_dump(mode="json"), now.model_dump(mode="json"), plan.last)
+    if changes:
+        listed = "".join(f"\n  {change}" for change in changes)
+        raise ConfigError(
+            f"a replay learns what the run has learned, so that only machine keys may be others; leave out:{listed}"
+        )
 
 
 def compute_again(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:

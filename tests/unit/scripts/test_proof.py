@@ -110,6 +110,11 @@ def test_what_cannot_be_replayed(recorded, copy, tmp_path):
     for key, value in (("job.output_dir", recorded), ("training.steps", 20), ("checkpoint.load", "latest")):
         with pytest.raises(ConfigError, match=f"^--{key}: a replay sets it itself; leave it out"):
             said_by(replay, recorded, 9, words=[f"--{key}={value}"])
+    for step in (3, 9):  # from the initial weights, and from a checkpoint
+        with pytest.raises(
+            ConfigError, match=r"only machine keys may be others; leave out:\n  training\.seed: 0 -> 7$"
+        ):
+            said_by(replay, recorded, step, words=["--training.seed", "7"])
     assert snapshot(recorded) == before
     (copy / "fingerprints.jsonl").unlink()
     with pytest.raises(UserError, match=r"are recorded with metrics\.fingerprint = true"):
