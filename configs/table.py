@@ -21,7 +21,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 """Shell-style. The time of a match grows with a power of the length."""
 NotBool = BeforeValidator(_no_bool)
-"""For a choice among numbers: true equals 1, and so Python takes it for one of them."""
+"""A choice among numbers: true equals 1, and so Python takes it for one of them."""
 
 
 class Table(BaseModel):

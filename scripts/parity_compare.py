@@ -39,7 +39,7 @@ from scripts.proving.equal import (
 from trainer.data.loader import MicroBatch
 from trainer.guards.verdict import QueuedStep
 from trainer.lr_schedule import learning_rate_of
-from trainer.planning.least_recomputation import least_recomputation, with_choice
+from trainer.planning.by_memory import choice_by_memory, with_choice
 from trainer.step import Learner, build_learner
 
 
@@ -151,7 +151,7 @@ def _learner(job: LoadedConfig) -> tuple[LoadedConfig, Learner]:
     """The job with what its limit of memory chooses on the mesh, and the learner."""
     mesh = build_mesh(mesh_sizes(job.config, dist.get_world_size()), torch.device("cpu"))
     most, *others = [stage.config for stage in largest_first(job.stages, job.config.training.steps)]
-    job = with_choice(job, least_recomputation(most, mesh, others))
+    job = with_choice(job, choice_by_memory(most, mesh, others))
     return job, build_learner(job.config, mesh, [stage.config for stage in job.later_stages])
 
 

@@ -344,8 +344,8 @@ def planned(
     job: LoadedConfig, options: argparse.Namespace, device: "Device | None", memory: float | None, console: Console
 ) -> Plan:
     """Make the plan of a job; `memory`: GiB of a GPU, None if unknown."""
+    from trainer.planning.by_memory import planned_choice
     from trainer.planning.by_stage import plan_stages, run_lengths
-    from trainer.planning.least_recomputation import planned_choice
 
     ranks = options.ranks[0]
     if options.prove:
@@ -376,7 +376,9 @@ def planned(
         from scripts.rehearsal.run import rehearse
 
         proof = rehearse(stages[0].config, ranks, [stage.config for stage in stages[1:]], options.prove_all)
-    name, on_gpus, keys = job.config.job.name, not ranks_of_cpu, choice.keys if choice else {}
+    name = job.config.job.name
+    on_gpus = not ranks_of_cpu
+    keys = choice.keys if choice else {}
     return Plan(name, ranks, held, stages, most, longest, device_bytes, traced, proof, on_gpus, lines, keys)
 
 

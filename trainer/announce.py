@@ -65,8 +65,8 @@ def say_hello(job: Opened, console: Console) -> None:
         console.line(_where(config, job.choice))
     if not sums_of(config.training).mesh_changes_bits:
         console.line(_what_decides_bits(config, mesh))
-    if job.recomputation:
-        console.line(str(job.recomputation))
+    if job.by_memory:
+        console.line(str(job.by_memory))
     if unauthenticated := note_on_secret(os.environ):
         console.line(unauthenticated)
     for complaint in (*job.warnings, *without_effect(config), *slow_attention(config, mesh.device.type)):

@@ -25,9 +25,9 @@ from trainer.guards.environment import device_name
 from trainer.guards.saved_state import check_saved_state
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.planning.by_memory import choice_by_memory, with_choice
 from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
-from trainer.planning.least_recomputation import least_recomputation, with_choice
 from trainer.planning.skeleton import skeleton
 from trainer.planning.stage_table import stage_table
 from trainer.planning.unknown_names import require_known_names
@@ -86,9 +86,9 @@ class Opened:
             self.delta = delta_kernel(config, device, console.line)
             """What computes layers of kind delta; known before the memory is estimated. Empty if there are none."""
             most, *others = [stage.config for stage in largest_first(job.stages, config.training.steps)]
-            self.recomputation = least_recomputation(most, self.mesh, others)
+            self.by_memory = choice_by_memory(most, self.mesh, others)
             """The recomputation that fits the memory, and what else is chosen with it; None: as the job says."""
-            job = with_choice(job, self.recomputation)
+            job = with_choice(job, self.by_memory)
             self.config = config = job.config
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)

@@ -65,7 +65,7 @@ from trainer.optimizers.build import (
 )
 from trainer.optimizers.qk_clip import QkClip
 from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer, joined
-from trainer.planning.least_recomputation import chosen, least_recomputation
+from trainer.planning.by_memory import choice_by_memory, chosen
 
 
 @dataclass
@@ -347,7 +347,7 @@ def build_learner(config: Config, mesh: Mesh, later: Sequence[Config] = ()) -> L
         mesh: where this rank is.
         later: the configs of the other stages, which `Learner.begin_stage` takes.
     """
-    choice = least_recomputation(config, mesh)
+    choice = choice_by_memory(config, mesh)
     config, *later = (chosen(each, choice) for each in (config, *later))
     stages, model_names = build_stages(config, mesh)
     for stage in stages.values():

@@ -27,7 +27,7 @@ from scripts.parity_rows import (
     words,
 )
 from tests.marked import marked
-from trainer.planning.least_recomputation import planned_choice
+from trainer.planning.by_memory import planned_choice
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count

@@ -196,7 +196,7 @@ def peaks(null_gpus: dict[str, str]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_estimate_is_near_what_is_allocated(peaks, name):
     from configs.layout import mesh_sizes
-    from trainer.planning.least_recomputation import chosen, planned_choice
+    from trainer.planning.by_memory import chosen, planned_choice
     from trainer.planning.memory import RankMemory
 
     config, ranks, words = JOBS[name]

@@ -11,8 +11,8 @@ from configs.layout import mesh_sizes, scheduled_steps
 from configs.load import LoadedConfig
 from configs.run_stages import steps_of_stages
 from configs.schema import Config
+from trainer.planning.by_memory import Choice, with_choice
 from trainer.planning.devices import Device
-from trainer.planning.least_recomputation import Choice, with_choice
 from trainer.planning.memory import MemoryEstimate, estimates_by_kind
 from trainer.planning.step_time import StepTime, estimate_step
 

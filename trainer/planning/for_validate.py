@@ -8,7 +8,7 @@ from configs.schema import Config
 
 def say_choice(config: Config, ranks: int, others: Sequence[Config]) -> str:
     """The choice of `activation_checkpoint.memory_limit_gib` for a job on so many ranks, and for its other stages."""
-    from trainer.planning.least_recomputation import planned_choice
+    from trainer.planning.by_memory import planned_choice
 
     return str(planned_choice(config, ranks, None, others))
 

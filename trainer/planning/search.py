@@ -36,8 +36,8 @@ from configs.stages import layers_of_rank, stages_per_rank
 from configs.table import Table
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
+from trainer.planning.by_memory import SHARE_OF_A_CARD, ways
 from trainer.planning.devices import Device
-from trainer.planning.least_recomputation import SHARE_OF_A_CARD, ways
 from trainer.planning.memory import RankMemory, distinct_ranks, estimate_memory, largest, stages_in_flight
 from trainer.planning.skeleton import skeleton
 from trainer.planning.states import BYTES, checkpoint_bytes

@@ -11,7 +11,7 @@ from configs.schema import ActivationCheckpoint, Config
 from configs.table import with_keys
 from parallelisms.mesh import Mesh
 from parallelisms.sums import sums_of
-from trainer.planning.least_recomputation import freeing_copies
+from trainer.planning.by_memory import freeing_copies
 from trainer.planning.memory import estimate_memory
 from trainer.report.units import size
 

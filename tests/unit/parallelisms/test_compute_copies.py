@@ -12,7 +12,7 @@ from configs.load import load
 from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
 from parallelisms.fsdp import freeze, is_needed
 from tests.end_to_end.launch import TINY
-from trainer.planning.least_recomputation import choose, chosen, planned_choice
+from trainer.planning.by_memory import choose, chosen, planned_choice
 from trainer.planning.memory import estimate_memory
 from trainer.planning.takes_less import does_not_fit
 

@@ -15,8 +15,8 @@ from scripts import plan
 from tests.end_to_end.launch import TINY, curve, launch, launch_here
 from tests.hf_families import write_config
 from trainer.data.loader import build_loader
+from trainer.planning.by_memory import choose, chosen, planned_choice, with_choice
 from trainer.planning.devices import device_named
-from trainer.planning.least_recomputation import choose, chosen, planned_choice, with_choice
 from trainer.planning.memory import estimate_memory
 from trainer.planning.step_time import estimate_step
 

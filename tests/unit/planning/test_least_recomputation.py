@@ -18,7 +18,7 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from scripts import plan
 from tests.conftest import ROOT
 from tests.end_to_end.launch import TINY, curve, launch_here
-from trainer.planning.least_recomputation import SHARE_OF_A_CARD, choose, chosen, planned_choice
+from trainer.planning.by_memory import SHARE_OF_A_CARD, choose, chosen, planned_choice
 from trainer.planning.memory import estimate_memory
 
 GIB = 2**30

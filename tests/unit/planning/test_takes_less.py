@@ -10,7 +10,7 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from trainer import announce
-from trainer.planning.least_recomputation import freeing_copies
+from trainer.planning.by_memory import freeing_copies
 from trainer.planning.memory import estimate_memory
 from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from trainer.planning.least_recomputation import least_recomputation, planned_choice
+from trainer.planning.by_memory import choice_by_memory, planned_choice
 
 GIB = 2**30
 CARDS = (140, 80)
@@ -22,7 +22,7 @@ def choice_of_a_rank():
     mesh = SimpleNamespace(device=torch.device("cuda"), sizes=mesh_sizes(config, 8))
     total = CARDS[dist.get_rank()] * GIB
     with patch.object(torch.cuda, "mem_get_info", lambda _device: (total // 2, total)):
-        return str(least_recomputation(config, mesh))
+        return str(choice_by_memory(config, mesh))
 
 
 @pytest.mark.slow

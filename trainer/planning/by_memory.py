@@ -1,9 +1,10 @@
-"""The least recomputation that fits a limit of memory: what `activation_checkpoint.memory_limit_gib` asks for.
+"""Keys that memory chooses: what `activation_checkpoint.memory_limit_gib` asks for.
 
-There are a few ways to checkpoint a block, each of which keeps less and repeats more than the one before: recompute
-the norms, the rotary positions and SwiGLU; also every second matrix product; all but attention; everything. The first
-way that fits is taken, on as few of the first layers of every pipeline stage as fit. The memory is `estimate_memory`'s,
-so that the choice is the same on every rank, and known before anything is built.
+The least recomputation that fits is chosen. There are a few ways to checkpoint a block, each of which keeps less and
+repeats more than the one before: recompute the norms, the rotary positions and SwiGLU; also every second matrix
+product; all but attention; everything. The first way that fits is taken, on as few of the first layers of every
+pipeline stage as fit. The memory is `estimate_memory`'s, so that the choice is the same on every rank, and known before
+anything is built.
 
 With `fsdp.zero_stage` or `training.micro_batch_size` "auto", this is done for each stage of ZeRO and each micro-batch
 that the global batch can be cut into. Of those that fit, the one is taken whose step takes the shortest on the GPUs of
@@ -81,7 +82,7 @@ class Choice:
         return f"activation_checkpoint.memory_limit_gib = {value_text(limit)} chooses {keys}: {needed}"
 
 
-def least_recomputation(config: Config, mesh: Mesh, others: Sequence[Config] = ()) -> Choice | None:
+def choice_by_memory(config: Config, mesh: Mesh, others: Sequence[Config] = ()) -> Choice | None:
     """The choice for a run on this mesh, the same on all its ranks, which all must call it; None: the job as it is.
 
     Args:
@@ -109,7 +110,7 @@ def planned_choice(config: Config, ranks: int, card_bytes: int | None, others: S
     """The choice for a run on other machines; None: the job as it is.
 
     Args:
-        config, others: as for `least_recomputation`.
+        config, others: as for `choice_by_memory`.
         ranks: of the run.
         card_bytes: a GPU's memory; None if unknown.
 
