@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
 from tests.marked import marked
+from tests.soak import ALLOWED, Sample, growth
 from tests.torture import damage, full_disk, fuzz, hosts, resume
 from tests.torture.kinds import KINDS, Kind
 from trainer import opening
@@ -189,3 +191,15 @@ def test_a_resume_that_forgets_something_is_seen(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "go_on", go_on_without_the_moments)
     with pytest.raises(AssertionError, match=r"FSDP 2, selective, eager: .* instead of"):
         resume.torture(ranks, RESUMES["FSDP 2, selective, eager"], tmp_path)
+
+
+def test_a_command_that_often_runs_is_no_growth_and_a_child_that_stays_is():
+    def samples(children: Iterable[int]) -> list[Sample]:
+        return [
+            Sample(step, {"MiB": 300.0, "threads": 14.0, "handles": 23.0 + 2 * n, "children": float(n)})
+            for step, n in enumerate(children)
+        ]
+
+    none = dict.fromkeys(ALLOWED, 0.0)
+    assert growth(samples([0, 0, 0, 1] * 15 + [0, 1, 1, 1] * 15)) == none
+    assert growth(samples(step // 20 for step in range(120))) == none | {"children": 2.0, "handles": 4.0}
