@@ -190,7 +190,12 @@ class Recurrent(Protocol):
     """(rows (batch, seq, heads, n), gates (batch, seq, heads, n), a named tuple of the heads' weights, (heads, ...)
     each, number of each token's document (batch, seq) or None) -> (batch, seq, heads, n): the only place that reads
     other tokens. Replaced by: context parallelism, sampling."""
-    rule: Callable[[Any, Any, Any, Any, Any, Any], Any]
+    reach: int
+    """Tokens before a token that its convolution takes."""
+    mix_after: Callable[[Any, Any, Any, Any, int, Any], Any]
+    """`mix` with two more arguments, of tokens that follow others: how many of the first ones are given for the
+    convolution only, and how the state before the rest is found (`models.delta.Before`)."""
+    rule: Callable[[Any, Any, Any, Any, Any, Any, Any], Any]
     """The part of `mix` that is `models.delta.Rule`. Replaced by: kernels for it."""
     continued: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
     """(rows, gates, weights, state after the tokens before them, or None) -> what `mix` returns, the state after them;

@@ -56,8 +56,14 @@ class State(NamedTuple):
     """(batch, key_heads, sharing, key_head_dim, value_head_dim)."""
 
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(q, k, v, log_decay, strength, documents) -> the outputs of `delta_rule`."""
+Before = Callable[[Tensor, Tensor], Tensor]
+"""Finds the memory before a sequence's tokens, when it is known what they make of it: of a memory M, kept @ M + gained.
+
+(kept (batch, key_heads, sharing, key_dim, key_dim), gained (batch, key_heads, sharing, key_dim, value_dim)) -> memory,
+shaped like gained."""
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Before | None], Tensor]
+"""(q, k, v, log_decay, strength, documents, memory) -> the outputs of `delta_rule`."""
 
 
 class DeltaNet(nn.Module):
@@ -66,6 +72,7 @@ class DeltaNet(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         delta = config.delta
+        self.reach = delta.conv_kernel - 1
         self.key_dim = delta.key_head_dim
         self.sharing = delta.value_heads // delta.key_heads
         self.value_dim = self.sharing * delta.value_head_dim  # of a key head
@@ -102,8 +109,22 @@ class DeltaNet(nn.Module):
         return Heads(torch.cat(filters, 1), *vectors)
 
     def _mix(self, rows: Tensor, strength_rate: Tensor, heads: Heads, documents: Tensor | None) -> Tensor:
+        return self.mix_after(rows, strength_rate, heads, documents, 0, None)
+
+    def mix_after(
+        self,
+        rows: Tensor,
+        strength_rate: Tensor,
+        heads: Heads,
+        documents: Tensor | None,
+        n_before: int,
+        memory: Before | None,
+    ) -> Tensor:
+        """As `mix`, of tokens that follow others: the first `n_before` ones are given for the convolution only."""
         given, _ = rule_inputs(rows, strength_rate, heads, self.key_dim, documents)
-        return self.rule(*given, documents).flatten(-2).to(rows.dtype)
+        q, k, v, log_decay, strength = (each[:, n_before:] for each in given)
+        documents = None if documents is None else documents[:, n_before:]
+        return self.rule(q, k, v, log_decay, strength, documents, memory).flatten(-2).to(rows.dtype)
 
     def continued(self, rows: Tensor, strength_rate: Tensor, heads: Heads, state: State | None) -> tuple[Tensor, State]:
         """Go on with the document of the tokens before, whose state is given; as `mix`, which has no state."""
@@ -196,9 +217,17 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _LENGTH_EPS).rsqrt()
 
 
-def outputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, documents: Tensor | None) -> Tensor:
+def outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    documents: Tensor | None,
+    memory: Before | None = None,
+) -> Tensor:
     """The outputs of `delta_rule`, by torch's operations."""
-    return delta_rule(q, k, v, log_decay, strength, documents)[0]
+    return delta_rule(q, k, v, log_decay, strength, documents, memory)[0]
 
 
 def delta_rule(
@@ -208,7 +237,7 @@ def delta_rule(
     log_decay: Tensor,
     strength: Tensor,
     documents: Tensor | None = None,
-    memory: Tensor | None = None,
+    memory: Tensor | Before | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of the module docstring, in chunks.
 
@@ -217,7 +246,7 @@ def delta_rule(
         v: (batch, seq, key_heads, sharing, value_dim).
         log_decay, strength: (batch, seq, key_heads, sharing): ln a, at most 0, and b, from 0 to 1.
         documents: as for `rule_inputs`.
-        memory: (batch, key_heads, sharing, key_dim, value_dim) before the first token; None: zeros.
+        memory: (batch, key_heads, sharing, key_dim, value_dim) before the first token, or what finds it; None: zeros.
 
     Returns:
         Outputs, shaped like v, and the memory after the last token.
@@ -236,11 +265,28 @@ def delta_rule(
     written = (k * to_end).mT
     gained = written @ corrections
     kept = torch.diag_embed(from_before[..., -1, :].expand(*written.shape[:-1])) - written @ by_memory
-    memory = torch.zeros_like(gained[..., 0, :, :]) if memory is None else memory
-    memories = _memories(*(each.flatten(0, 2) for each in (kept, gained, memory))).unflatten(0, gained.shape[:3])
+    if memory is None:
+        memory = torch.zeros_like(gained[..., 0, :, :])
+    elif not isinstance(memory, Tensor):
+        memory = memory(*_of_all_chunks(kept, gained))
+    memories = _all_memories(kept, gained, memory)
     before = memories[..., :-1, :, :]
     out = (q * from_before) @ before + (q @ k.mT * between) @ (corrections - by_memory @ before)
     return out.movedim((3, 4), (1, 2)).flatten(1, 2)[:, :seq_len], memories[..., -1, :, :]
+
+
+def _of_all_chunks(kept: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
+    """What all chunks, one after the other, make of a memory: as `Before` takes it."""
+    widths = gained.shape[-1], kept.shape[-1]
+    one = torch.eye(widths[1], dtype=kept.dtype, device=kept.device).expand(*kept.shape[:3], -1, -1)
+    memories = _all_memories(kept, F.pad(gained, (0, widths[1])), F.pad(one, (widths[0], 0)))
+    gained_in_all, kept_in_all = memories[..., -1, :, :].split(widths, -1)
+    return kept_in_all, gained_in_all
+
+
+def _all_memories(kept: Tensor, gained: Tensor, memory: Tensor) -> Tensor:
+    """As `_memories`, whose heads are here the first three dimensions of each tensor."""
+    return _memories(*(each.flatten(0, 2) for each in (kept, gained, memory))).unflatten(0, gained.shape[:3])
 
 
 @torch.library.custom_op("keel::delta_memories", mutates_args=())

@@ -310,9 +310,9 @@ def _delta_rates(rule: Rule, config: Config, layers: LayerTime, layer: int) -> l
     batch = max(1, layers.tokens // seq_len)
     heads = delta.key_heads // layers.sizes.tp
     given = delta_inputs(batch, seq_len, heads, delta)
-    out = rule(*given, None)
+    out = rule(*given, None, None)
     gradient = torch.randn_like(out)
-    ahead = seconds_of(lambda: rule(*given, None))
+    ahead = seconds_of(lambda: rule(*given, None, None))
     back = seconds_of(lambda: torch.autograd.grad(out, given, gradient, retain_graph=True))
     flops = 2 * mixed_elements(config.model, layer, 0) * batch * seq_len * heads / delta.key_heads
     return [flops / ahead, 2 * flops / back]

@@ -7,7 +7,7 @@ was before. The kernels' own way, a list of lengths, would let the host wait in 
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from configs.errors import ConfigError
 from configs.layout import micro_batch_size
 from configs.plan import recurrent_of
 from configs.schema import Config, is_described
+from parallelisms.attention.halo import chunks_of
 
 _PACKAGE = "fla"
 _NAME = "flash-linear-attention"
@@ -86,11 +87,14 @@ def _why_not(config: Config, device: torch.device, tries: bool = True) -> str:
         return f"{_NAME} is not installed (pip install 'fla-core>=0.6')"
     assert is_described(config.model)
     delta = config.model.delta
-    ranks = config.mesh.tp * config.mesh.cp
-    heads = delta.key_heads // ranks, delta.value_heads // ranks, delta.key_head_dim, delta.value_head_dim
-    if heads not in _outcomes and tries:
-        _outcomes[heads] = _outcome(micro_batch_size(config.training), config.training.seq_len, *heads, device)
-    return _outcomes.get(heads, _NOT_TRIED)
+    cp = config.mesh.cp
+    heads = delta.key_heads // config.mesh.tp, delta.value_heads // config.mesh.tp
+    widths = delta.key_head_dim, delta.value_head_dim + (delta.key_head_dim if cp > 1 else 0)
+    if (shape := (*heads, *widths)) not in _outcomes and tries:
+        chunks = len(chunks_of(0, cp, config.context.method != "all_to_all")) if cp > 1 else 1
+        seq_len = config.training.seq_len // (cp * chunks)
+        _outcomes[shape] = _outcome(micro_batch_size(config.training) * chunks, seq_len, *shape, device)
+    return _outcomes.get(shape, _NOT_TRIED)
 
 
 _outcomes: dict[tuple[int, ...], str] = {}
@@ -113,7 +117,7 @@ def _outcome(
         )
         log_decay, strength = (torch.zeros(values, device=device, requires_grad=True) for _ in range(2))
         given = q, k, v, log_decay, strength
-        torch.autograd.grad(_delta_rule(*given).float().sum(), given)
+        torch.autograd.grad(_delta_rule(*given, None)[0].float().sum(), given)
     except Exception as error:  # of a package and a compiler
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"{_NAME} refuses: {' '.join(said.split())}"
@@ -121,60 +125,100 @@ def _outcome(
 
 
 def by_kernels(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    documents: Tensor | None,
+    memory: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`models.delta.delta_rule` without a memory before the first token: its outputs, in the kernels' type."""
+    """`models.delta.outputs`, by the kernels, in their type.
+
+    Where the memory before the first token is found from what the tokens make of it, the kernels start with zeros and
+    the identity side by side, for which values are widened by zeros: outputs and the last memory are linear in it.
+    """
     if documents is not None:
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
         log_decay = log_decay.masked_fill(begins[..., None, None], _FORGOTTEN)
     q, k, v = (each.to(_DTYPE) for each in (q, k, v))
-    return _delta_rule(q, k, *(each.flatten(2, 3) for each in (v, log_decay, strength))).view_as(v)
+    heads = v.shape[2:4]
+    if memory is None:
+        out, _ = _delta_rule(q, k, *(each.flatten(2, 3) for each in (v, log_decay, strength)), None)
+        return out.unflatten(2, heads)
+    widths = v.shape[-1], k.shape[-1]
+    one = torch.eye(widths[1], dtype=log_decay.dtype, device=k.device).expand(len(k), heads.numel(), -1, -1)
+    wide = F.pad(v, (0, widths[1])).flatten(2, 3)
+    out, after = _delta_rule(q, k, wide, log_decay.flatten(2, 3), strength.flatten(2, 3), F.pad(one, (widths[0], 0)))
+    gained, kept = after.unflatten(1, heads).split(widths, -1)
+    of_zeros, by_memory = out.unflatten(2, heads).split(widths, -1)
+    before = memory(kept, gained).to(_DTYPE)
+    return of_zeros + (by_memory.movedim(1, 3) @ before).movedim(3, 1)
 
 
 @torch.library.custom_op("keel::delta_rule", mutates_args=())
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
-    """Outputs, shaped like v.
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs, shaped like v, and the memory after the last token, shaped like that before the first; empty without it.
 
     Args:
         q, k: (batch, seq, key_heads, key_dim).
         v: (batch, seq, value_heads, value_dim).
         log_decay, strength: (batch, seq, value_heads).
+        memory: (batch, value_heads, key_dim, value_dim) before the first token; None: zeros.
     """
+    out, after = _chunk_rule((q, k, v, log_decay, strength), memory)
+    return out, v.new_empty(0) if after is None else after
+
+
+def _chunk_rule(given: Sequence[Tensor], memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule(q, k, v, log_decay, strength, scale=1.0)[0]
+    return chunk_gated_delta_rule(*given, scale=1.0, initial_state=memory, output_final_state=memory is not None)
 
 
 @_delta_rule.register_fake
-def _(_q: Tensor, _k: Tensor, v: Tensor, _log_decay: Tensor, _strength: Tensor) -> Tensor:
-    return v.new_empty(v.shape)
+def _(
+    _q: Tensor, _k: Tensor, v: Tensor, _log_decay: Tensor, _strength: Tensor, memory: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), v.new_empty(0) if memory is None else memory.new_empty(memory.shape)
 
 
 @torch.library.custom_op("keel::delta_rule_backward", mutates_args=())
 def _delta_rule_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor
+    gradient: Tensor,
+    by_after: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    memory: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of all inputs. The outputs are computed again: what the package keeps for it changes with versions."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    """Gradients of all inputs but the memory, which is a constant here.
 
+    The outputs are computed again: what the package keeps for it changes with versions.
+    """
     given = [each.detach().requires_grad_() for each in (q, k, v, log_decay, strength)]
     with torch.enable_grad():
-        out = chunk_gated_delta_rule(*given, scale=1.0)[0]
-    by_q, by_k, by_v, by_decay, by_strength = torch.autograd.grad(out, given, gradient)
+        out, after = _chunk_rule(given, memory)
+    outputs, gradients = ([out], [gradient]) if after is None else ([out, after], [gradient, by_after])
+    by_q, by_k, by_v, by_decay, by_strength = torch.autograd.grad(outputs, given, gradients)
     return by_q, by_k, by_v, by_decay, by_strength
 
 
 @_delta_rule_backward.register_fake
-def _(_gradient: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-    return tuple(each.new_empty(each.shape) for each in given)
+def _(_gradient: Tensor, _by_after: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in given[:5] if each is not None)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-    return _delta_rule_backward(gradient.contiguous(), *ctx.saved_tensors)
+def _backward(ctx: Any, gradient: Tensor, by_after: Tensor) -> tuple[Tensor | None, ...]:
+    return *_delta_rule_backward(gradient.contiguous(), by_after.contiguous(), *ctx.saved_tensors), None
 
 
 _delta_rule.register_autograd(_backward, setup_context=_keep_inputs)

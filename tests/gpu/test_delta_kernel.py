@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.delta import delta_rule
+from models.delta import outputs
 from parallelisms.attention.delta import _outcome, by_kernels
 
 pytest.importorskip("fla", reason="needs the package fla-core")
@@ -27,24 +27,30 @@ def given(seq_len: int) -> list[torch.Tensor]:
     return [q * WIDTH**-0.5, k, v, log_decay, torch.rand(*heads, SHARING, device="cuda")]
 
 
-def outputs_and_gradients(rule, inputs, dtype, documents, weights):
+def twice(kept, gained):
+    """A memory before the tokens, that of the same tokens once before, which depends on all that they make of one."""
+    return kept @ gained + gained
+
+
+def outputs_and_gradients(rule, inputs, dtype, documents, memory, weights):
     leaves = [each.to(dtype or each.dtype).detach().requires_grad_() for each in inputs]
-    out = rule(*leaves, documents)
+    out = rule(*leaves, documents, memory)
     return [out, *torch.autograd.grad(out, leaves, weights.to(out.dtype))]
 
 
+@pytest.mark.parametrize("memory", [None, twice])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mean_length", [None, 20, 3])
 @pytest.mark.parametrize("seq_len", [512, 1000])
-def test_kernels_compute_the_recurrence(seq_len, mean_length, compiled):
+def test_kernels_compute_the_recurrence(seq_len, mean_length, compiled, memory):
     inputs = given(seq_len)
     documents = None
     if mean_length:
         documents = (torch.rand(2, seq_len, device="cuda") < 1 / mean_length).cumsum(1, dtype=torch.int32)
     weights = torch.randn_like(inputs[2])
-    exact = outputs_and_gradients(lambda *a: delta_rule(*a)[0], inputs, torch.float64, documents, weights)
+    exact = outputs_and_gradients(outputs, inputs, torch.float64, documents, memory, weights)
     rule = torch.compile(by_kernels, fullgraph=True) if compiled else by_kernels
-    found = outputs_and_gradients(rule, inputs, None, documents, weights)
+    found = outputs_and_gradients(rule, inputs, None, documents, memory, weights)
     for name, ours, reference in zip(("out", "q", "k", "v", "log_decay", "strength"), found, exact, strict=True):
         error = ((ours.double() - reference).norm() / reference.norm()).item()
         assert error < 0.01, f"{name}: {error}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-from models.delta import delta_rule
+from models.delta import outputs
 
 triton.runtime.driver.set_active(
     SimpleNamespace(
@@ -58,25 +58,29 @@ def main() -> None:
     v = torch.randn(*heads, SHARING, VALUE_DIM)
     log_decay, strength = -0.5 * torch.rand(*heads, SHARING), torch.rand(*heads, SHARING)
     given = [q * KEY_DIM**-0.5, k, v, log_decay, strength]
+    start = torch.randn(BATCH, KEY_HEADS, SHARING, KEY_DIM, VALUE_DIM)
+
+    def memory(kept, gained):
+        """A memory before the tokens that depends on all that they make of it."""
+        return kept @ start.to(kept.dtype) + gained
+
     found = {}
-    for length in (None, 20, 3):
+    for length, before in ((None, None), (20, None), (3, None), (None, memory), (20, memory)):
         documents = None
         if length:
             documents = (torch.rand(BATCH, SEQ_LEN) < 1 / length).cumsum(1, dtype=torch.int32)
         weights = torch.randn_like(v)
-        ours = _with_gradients(delta.by_kernels, given, documents, weights)
-        exact = _with_gradients(
-            lambda *a: delta_rule(*a)[0], [each.double() for each in given], documents, weights.double()
-        )
+        ours = _with_gradients(delta.by_kernels, given, documents, before, weights)
+        exact = _with_gradients(outputs, [each.double() for each in given], documents, before, weights.double())
         errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
         names = ("outputs", "q", "k", "v", "log_decay", "strength")
-        found[str(length)] = dict(zip(names, errors, strict=True))
+        found[f"{length}, {'a memory' if before else 'zeros'} before"] = dict(zip(names, errors, strict=True))
     json.dump(found, sys.stdout)
 
 
-def _with_gradients(rule, given, documents, weights) -> list[Tensor]:
+def _with_gradients(rule, given, documents, memory, weights) -> list[Tensor]:
     leaves = [each.detach().clone().requires_grad_() for each in given]
-    out = rule(*leaves, documents)
+    out = rule(*leaves, documents, memory)
     return [out, *torch.autograd.grad(out, leaves, weights)]
 
 
