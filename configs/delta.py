@@ -1,12 +1,17 @@
-"""What flash-linear-attention's kernels need of a job, for its checks and for the launch."""
+"""How layers of kind delta are computed, for checks of a job, its plan and its launch."""
 
 from collections.abc import Iterator
 
 from configs.schema import Config
 
 
+def passes_states(config: Config) -> bool:
+    """Whether ranks compute parts of sequences and pass states on, and not whole ones for some of the heads."""
+    return config.mesh.cp > 1 and config.context.method != "all_to_all"
+
+
 def reasons_against_kernels(config: Config, is_on_gpu: bool) -> Iterator[str]:
-    """Why the kernels can't compute a job's layers of kind delta, each a clause after their name."""
+    """Why flash-linear-attention's kernels can't compute a job's layers, each a clause after their name."""
     training = config.training
     if not is_on_gpu:
         yield "runs on GPUs only, and this job is for a CPU"

@@ -265,27 +265,29 @@ def delta_rule(
     written = (k * to_end).mT
     gained = written @ corrections
     kept = torch.diag_embed(from_before[..., -1, :].expand(*written.shape[:-1])) - written @ by_memory
-    if memory is None:
-        memory = torch.zeros_like(gained[..., 0, :, :])
-    elif not isinstance(memory, Tensor):
-        memory = memory(*_of_all_chunks(kept, gained))
-    memories = _all_memories(kept, gained, memory)
+    if memory is None or isinstance(memory, Tensor):
+        memories = _all_memories(kept, gained, torch.zeros_like(gained[..., 0, :, :]) if memory is None else memory)
+    else:
+        memories = _after_all_others(kept, gained, memory)
     before = memories[..., :-1, :, :]
     out = (q * from_before) @ before + (q @ k.mT * between) @ (corrections - by_memory @ before)
     return out.movedim((3, 4), (1, 2)).flatten(1, 2)[:, :seq_len], memories[..., -1, :, :]
 
 
-def _of_all_chunks(kept: Tensor, gained: Tensor) -> tuple[Tensor, Tensor]:
-    """What all chunks, one after the other, make of a memory: as `Before` takes it."""
+def _after_all_others(kept: Tensor, gained: Tensor, memory: Before) -> Tensor:
+    """As `_all_memories`, with a memory before the first chunk that may depend on all chunks.
+
+    They go through the sequence with zeros and with the identity, from which all memories follow at once.
+    """
     widths = gained.shape[-1], kept.shape[-1]
     one = torch.eye(widths[1], dtype=kept.dtype, device=kept.device).expand(*kept.shape[:3], -1, -1)
-    memories = _all_memories(kept, F.pad(gained, (0, widths[1])), F.pad(one, (widths[0], 0)))
-    gained_in_all, kept_in_all = memories[..., -1, :, :].split(widths, -1)
-    return kept_in_all, gained_in_all
+    both = _all_memories(kept, F.pad(gained, (0, widths[1])), F.pad(one, (widths[0], 0)))
+    gained, kept = both.split(widths, -1)
+    return gained + kept @ memory(kept[..., -1, :, :], gained[..., -1, :, :])[..., None, :, :]
 
 
 def _all_memories(kept: Tensor, gained: Tensor, memory: Tensor) -> Tensor:
-    """As `_memories`, whose heads are here the first three dimensions of each tensor."""
+    """As `_memories`, whose heads are the first three dimensions of each tensor here."""
     return _memories(*(each.flatten(0, 2) for each in (kept, gained, memory))).unflatten(0, gained.shape[:3])
 
 

@@ -196,7 +196,7 @@ def _with_states(dice: random.Random, run: Keys) -> Keys:
     keys = _some(dice, 0.3, {"model.shared_expert_gate": "true"} if "model.n_shared_experts" in run else {})
     if dice.random() > 0.2:
         return keys
-    heads = dice.choice((2, 4, 4, 6))
+    heads = dice.choice((1, 2, 4, 6))
     widths = {"key_heads": heads, "value_heads": heads * dice.choice((1, 2)), "key_head_dim": dice.choice((3, 8))}
     widths |= {"value_head_dim": dice.choice((5, 8)), "conv_kernel": dice.choice((1, 3, 4))}
     layers = dice.choice(('["delta", "full"]', '["full", "delta"]', '["delta"]'))

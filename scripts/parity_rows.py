@@ -278,6 +278,7 @@ def table() -> Iterator[Row]:
     yield from tied_rows()
     yield from further_rows()
     yield from option_rows()
+    yield from state_rows()
 
 
 def moments_rows() -> Iterator[Row]:
@@ -434,6 +435,15 @@ def option_rows() -> Iterator[Row]:
         yield from _both(f"{family}, {{mesh}}, {{how}}", meshes, run, micro_batch=2)
     with_experts = ("EP 2 x TP 2", "EP 2 x PP 2", "EP 2 x CP 2, ring")
     yield from _both("DeepSeek-V3, {mesh}, {how}", with_experts, FAMILIES["DeepSeek-V3"], micro_batch=2)
+
+
+def state_rows() -> Iterator[Row]:
+    """States that pass over more ranks than there are heads, documents on more than one rank."""
+    heads = {"model.delta": "{key_heads = 2, value_heads = 4, key_head_dim = 6, value_head_dim = 10}"}
+    run = OPTIONS["delta, documents over chunks"] | heads
+    yield from _both("states, {mesh}, {how}", ("CP 4",), run, micro_batch=2)
+    for mesh in ("CP 2 ring", "CP 2 x TP 2", "CP 2 all_to_all"):
+        yield _row("states, {mesh}", mesh, run, micro_batch=2)
 
 
 def float8_rows() -> Iterator[Row]:

@@ -21,6 +21,7 @@ from configs.own_code import is_import_path
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What is wrong between the keys: the key to blame, and a message."""
     yield from model_rules(config.model)
+    yield from _delta_and_context(config)
     yield from _window_and_machine(config)
     yield from _further_and_length(config)
     yield from _mup(config)
@@ -194,6 +195,20 @@ def _delta(model: LlamaKeys) -> Iterator[tuple[str, str]]:
             "model.delta.value_heads",
             f"value_heads {delta.value_heads} is not divisible by key_heads {delta.key_heads} "
             f"({quotient(delta.value_heads, delta.key_heads)}); change one of them",
+        )
+
+
+def _delta_and_context(config: Any) -> Iterator[tuple[str, str]]:
+    """Context parallelism by all_to_all gives each rank some of the heads of whole sequences."""
+    cp = config.mesh.cp if config.context.method == "all_to_all" else 1
+    tp = config.mesh.tp
+    heads = config.model.delta.key_heads
+    if cp > 1 and "delta" in config.model.layers and heads % (cp * tp) and heads % tp == 0:
+        ranks = f"cp {cp} x tp {tp} = {cp * tp}" if tp > 1 else f"cp {cp}"
+        yield (
+            "mesh.cp",
+            f"{ranks} does not divide model.delta.key_heads {heads} ({quotient(heads, cp * tp)}), of which "
+            'context.method "all_to_all" gives each rank some; set "gather" or "ring", or change one of them',
         )
 
 

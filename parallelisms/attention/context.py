@@ -16,7 +16,7 @@ keys. For backward, each rank saves only its own keys and values and fetches the
 With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
 values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
 
-Layers whose state passes from token to token pass on what they make of it, with every method (`recurrent.py`).
+Layers whose state passes from token to token pass states on, or exchange heads (`recurrent.py`).
 
 The collectives run inside custom ops, which torch.compile and selective checkpointing treat as opaque. An op waits for
 its collectives before it returns.
@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.plan import attention_of, recurrent_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
-from parallelisms.attention.recurrent import pass_states
+from parallelisms.attention.recurrent import pass_states, with_some_heads
 from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
@@ -108,13 +108,15 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         kernel: `attention.backend`, for gather and ring; all_to_all uses the model's own `attend`.
     """
     group = mesh.get_group().group_name
-    for module in recurrent_of(model):
-        pass_states(module, mesh, is_zigzag=method != "all_to_all")
     attention: list[Any] = list(attention_of(model))
     if method == "all_to_all":
         for module in attention:
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
+        for state in recurrent_of(model):
+            state.mix = with_some_heads(state.mix, mesh, partial(_exchange, group=group))
         return
+    for state in recurrent_of(model):
+        pass_states(state, mesh)
     model.mask = _numbered  # type: ignore[assignment]
     if method == "gather":
         model.places = partial(_places, mesh)  # type: ignore[assignment]

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures.llama_keys import is_delta
-from configs.delta import reasons_against_kernels
+from configs.delta import passes_states, reasons_against_kernels
 from configs.errors import ConfigError
 from configs.layout import micro_batch_size
 from configs.plan import recurrent_of
 from configs.schema import Config, is_described
-from parallelisms.attention.halo import chunks_of
 
 _PACKAGE = "fla"
 _NAME = "flash-linear-attention"
@@ -87,13 +86,15 @@ def _why_not(config: Config, device: torch.device, tries: bool = True) -> str:
         return f"{_NAME} is not installed (pip install 'fla-core>=0.6')"
     assert is_described(config.model)
     delta = config.model.delta
-    cp = config.mesh.cp
-    heads = delta.key_heads // config.mesh.tp, delta.value_heads // config.mesh.tp
-    widths = delta.key_head_dim, delta.value_head_dim + (delta.key_head_dim if cp > 1 else 0)
-    if (shape := (*heads, *widths)) not in _outcomes and tries:
-        chunks = len(chunks_of(0, cp, config.context.method != "all_to_all")) if cp > 1 else 1
-        seq_len = config.training.seq_len // (cp * chunks)
-        _outcomes[shape] = _outcome(micro_batch_size(config.training) * chunks, seq_len, *shape, device)
+    batch, seq_len = micro_batch_size(config.training), config.training.seq_len
+    ranks, wider = config.mesh.tp * config.mesh.cp, 0
+    if passes_states(config):
+        batch, seq_len = 2 * batch, seq_len // (2 * config.mesh.cp)
+        ranks, wider = config.mesh.tp, delta.key_head_dim
+    heads = delta.key_heads // ranks, delta.value_heads // ranks
+    shape = (*heads, delta.key_head_dim, delta.value_head_dim + wider)
+    if shape not in _outcomes and tries:
+        _outcomes[shape] = _outcome(batch, seq_len, *shape, device)
     return _outcomes.get(shape, _NOT_TRIED)
 
 

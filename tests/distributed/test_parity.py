@@ -21,6 +21,7 @@ from scripts.parity_rows import (
     option_rows,
     qk_clip_rows,
     qk_norm_rows,
+    state_rows,
     table,
     tied_rows,
     torch_rows,
@@ -32,7 +33,7 @@ from trainer.planning.by_memory import planned_choice
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
 ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, muon_rows, float8_rows, qk_norm_rows)
-ROWS_OF_KEYS += (auto_rows, ademamix_rows, torch_rows, qk_clip_rows, tied_rows, further_rows, option_rows)
+ROWS_OF_KEYS += (auto_rows, ademamix_rows, torch_rows, qk_clip_rows, tied_rows, further_rows, option_rows, state_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",

@@ -14,8 +14,9 @@ from functools import cached_property
 import torch
 
 from configs.architectures.llama import has_gate
-from configs.architectures.llama_keys import delta_of, expert_dim, is_delta, is_mixture, latent_of
+from configs.architectures.llama_keys import Delta, delta_of, expert_dim, is_delta, is_mixture, latent_of
 from configs.architectures.parts import head_dim, n_kv_heads
+from configs.delta import passes_states
 from configs.layout import MeshSizes, attention_features, buffer_factor, mixed_elements
 from configs.schema import Config, is_described
 from parallelisms.activation_checkpoint import resolve_ops, selected_layers
@@ -34,6 +35,11 @@ RAMP = 4e-6
 measured on an H100 as what small products take beyond their FLOPs."""
 _ROUTE = 150e-6
 """Seconds that a device idles at an exchange of expert parallelism, whose sizes the host must read first."""
+
+
+_WITH_STATES = 1.5
+"""Products of a layer of kind delta that also finds what its tokens make of a state, to those of one that does not: by
+count, for heads of 128 in chunks of 64."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,8 @@ class LayerTime:
     def _delta(self, layer: int) -> tuple[float, float]:
         operations = 2 * mixed_elements(self.config.model, layer, 0) * self.tokens / self.sizes.tp
         forward, backward = self.device.delta["fla" if self.has_delta_kernels else "torch"]
+        if passes_states(self.config):
+            operations *= _WITH_STATES
         return operations / forward, 2 * operations / backward
 
     @cached_property
@@ -275,13 +283,24 @@ class LayerTime:
         if cp == 1:
             return []
         if delta := delta_of(model, layer):
-            unit = self.tokens * self.memory.compute_bytes / self.sizes.tp
-            given = 2 * delta.keys + delta.values + 2 * delta.value_heads
-            return [("all_to_all", given * unit), ("all_to_all", delta.values * unit)]
+            return self._of_states(delta)
         width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
         if self.config.context.method == "all_to_all":
             return [("all_to_all", 2 * self.tokens * (model.n_heads + n_kv_heads(model)) * width)]
         return [("all_gather", 2 * self.tokens * cp * n_kv_heads(model) * width)]  # a ring passes on as much
+
+    def _of_states(self, delta: Delta) -> list[tuple[str, float]]:
+        """The exchanges over `cp` of a layer of kind delta; parallelisms/attention/recurrent.py has both ways."""
+        cp = self.sizes.cp
+        rows = (2 * delta.keys + delta.values + 2 * delta.value_heads) * self.memory.compute_bytes / self.sizes.tp
+        if not passes_states(self.config):
+            out = delta.values * self.memory.compute_bytes / self.sizes.tp
+            return [("all_to_all", self.tokens * rows), ("all_to_all", self.tokens * out)]
+        sequences = self.tokens * cp / self.config.training.seq_len
+        tails = 2 * (delta.conv_kernel - 1)
+        matrices = delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim)
+        state = delta.value_heads * matrices * max(4, self.memory.compute_bytes) / self.sizes.tp
+        return [("all_to_all", sequences * tails * rows), ("all_to_all", sequences * (2 * cp - 1) * state)]
 
     def _noted_keys(self, layer: int) -> list[tuple[str, str, float]]:
         """What QK-clip gathers over `cp` to find a layer's largest logits, beside what attention does."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from configs.architectures.llama_keys import is_delta, n_further
+from configs.delta import passes_states
 from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step, zero_stage
 from configs.own_code import is_import_path
@@ -459,7 +460,8 @@ class Rank(LayerTime):
             launches += _LAUNCHES_OF_EXPERTS
         if is_delta(self.config.model, layer) and not self.has_delta_kernels:
             in_all, of_chunk = _LAUNCHES_OF_DELTA
-            launches += in_all + of_chunk * math.ceil(self.config.training.seq_len / CHUNK)
+            side_by_side = 2 * self.sizes.cp if passes_states(self.config) else 1
+            launches += in_all + of_chunk * math.ceil(self.config.training.seq_len / side_by_side / CHUNK)
         return launches
 
     def _bubble(self, busy: float) -> float:

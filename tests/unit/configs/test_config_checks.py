@@ -116,8 +116,8 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "tp 4 does not divide model.delta.key_heads 2 (2 / 4 = 0.50)",
         ),
         (
-            'model.layers=["delta","full"] model.delta.key_heads=2 mesh.cp=2 mesh.tp=2',
-            "cp 2 x tp 2 = 4 does not divide model.delta.key_heads 2 (2 / 4 = 0.50), whatever the context.method",
+            'model.layers=["delta","full"] model.delta.key_heads=2 mesh.cp=2 mesh.tp=2 context.method=all_to_all',
+            "cp 2 x tp 2 = 4 does not divide model.delta.key_heads 2 (2 / 4 = 0.50), of which",
         ),
         (
             'model.layers=["delta","full"] optimizer.name=muon optimizer.split_heads=true',
