@@ -120,7 +120,7 @@ class DeltaNet(nn.Module):
         n_before: int,
         memory: Before | None,
     ) -> Tensor:
-        """As `mix`, of tokens that follow others: the first `n_before` ones are given for the convolution only."""
+        """Mix tokens that follow others: the first `n_before` of those given are for the convolution only."""
         given, _ = rule_inputs(rows, strength_rate, heads, self.key_dim, documents)
         q, k, v, log_decay, strength = (each[:, n_before:] for each in given)
         documents = None if documents is None else documents[:, n_before:]
@@ -275,7 +275,7 @@ def delta_rule(
 
 
 def _after_all_others(kept: Tensor, gained: Tensor, memory: Before) -> Tensor:
-    """As `_all_memories`, with a memory before the first chunk that may depend on all chunks.
+    """The memories of `_all_memories`, where that before the first chunk may depend on all chunks.
 
     They go through the sequence with zeros and with the identity, from which all memories follow at once.
     """
@@ -287,7 +287,7 @@ def _after_all_others(kept: Tensor, gained: Tensor, memory: Before) -> Tensor:
 
 
 def _all_memories(kept: Tensor, gained: Tensor, memory: Tensor) -> Tensor:
-    """As `_memories`, whose heads are the first three dimensions of each tensor here."""
+    """The memories of `_memories`, with heads in the first three dimensions of each tensor."""
     return _memories(*(each.flatten(0, 2) for each in (kept, gained, memory))).unflatten(0, gained.shape[:3])
 
 

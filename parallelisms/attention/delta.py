@@ -86,16 +86,15 @@ def _why_not(config: Config, device: torch.device, tries: bool = True) -> str:
         return f"{_NAME} is not installed (pip install 'fla-core>=0.6')"
     assert is_described(config.model)
     delta = config.model.delta
-    batch, seq_len = micro_batch_size(config.training), config.training.seq_len
-    ranks, wider = config.mesh.tp * config.mesh.cp, 0
-    if passes_states(config):
-        batch, seq_len = 2 * batch, seq_len // (2 * config.mesh.cp)
-        ranks, wider = config.mesh.tp, delta.key_head_dim
-    heads = delta.key_heads // ranks, delta.value_heads // ranks
-    shape = (*heads, delta.key_head_dim, delta.value_head_dim + wider)
-    if shape not in _outcomes and tries:
-        _outcomes[shape] = _outcome(batch, seq_len, *shape, device)
-    return _outcomes.get(shape, _NOT_TRIED)
+    is_in_chunks = passes_states(config)
+    ranks = config.mesh.tp if is_in_chunks else config.mesh.tp * config.mesh.cp
+    value_dim = delta.value_head_dim + (delta.key_head_dim if is_in_chunks else 0)
+    heads = (delta.key_heads // ranks, delta.value_heads // ranks, delta.key_head_dim, value_dim)
+    if heads not in _outcomes and tries:
+        chunks = 2 * config.mesh.cp if is_in_chunks else 1
+        batch = micro_batch_size(config.training) * min(2, chunks)
+        _outcomes[heads] = _outcome(batch, config.training.seq_len // chunks, *heads, device)
+    return _outcomes.get(heads, _NOT_TRIED)
 
 
 _outcomes: dict[tuple[int, ...], str] = {}

@@ -55,6 +55,7 @@ NAMES = {
     },
     "parallelisms/attention/blocked.py": ATTENTION,
     "parallelisms/attention/context.py": {COLLECTIVES, OWN_ATTENTION},
+    "parallelisms/attention/halo.py": {COLLECTIVES},
     "parallelisms/attention/logits.py": {COLLECTIVES},
     "parallelisms/compile.py": {"torch._dynamo.exc.TorchDynamoException", "torch._inductor.list_mode_options"},
     "parallelisms/compute_copies.py": {"torch._foreach_copy_"},
