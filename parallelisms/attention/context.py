@@ -11,7 +11,8 @@ when to use which):
 
 The first two leave the queries in place. A causal query sees only the past, so contiguous parts would give the first
 rank the least work. Instead, rank r of n takes chunks r and 2n - 1 - r of 2n (zigzag), and all ranks see equally many
-keys. For backward, each rank saves only its own keys and values and fetches the others' again.
+keys. For backward, each rank saves only its own keys and values and fetches the others' again. With either method,
+layers with a window fetch the nearest keys and values alone, and keep them (`halo.py`).
 
 With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
 values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.plan import attention_of, recurrent_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.attention.halo import spans_of, with_halo
 from parallelisms.attention.recurrent import with_some_heads
 from parallelisms.torch_internals import group_named
 
@@ -450,22 +452,16 @@ def _attend_near_part(
 ) -> Tensor:
     """Attention of this rank's queries to the last `window` tokens of the whole sequence; shapes as in `_attend_part`.
 
-    Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. All keys are
-    gathered, but no more than these are kept for the backward pass, or multiplied. `place`: this rank, of how many.
+    Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. No others are sent,
+    kept for the backward pass, or multiplied. `place`: this rank, of how many.
     """
-    rank, n_ranks = place
-    chunk = q.shape[2] // 2
-    # From the ranks that hold the other parts of the sequences.
-    keys, values = _whole_sequence(torch.cat((k, v)), group).chunk(2)
-    parts = []
-    for number, nth in enumerate((rank, 2 * n_ranks - 1 - rank)):
-        start = nth * chunk
-        first = max(0, start - window + 1)
-        near = slice(first, start + chunk)
-        queries = q[:, :, number * chunk : (number + 1) * chunk]
-        given = (queries, keys[:, :, near].contiguous(), values[:, :, near].contiguous())
-        parts.append(_attend_chunk(*given, documents, start, first, window))
-    return torch.cat(parts, dim=2)
+    n_tokens = q.shape[2]
+    reach = window - 1
+    spans = spans_of(*place, n_tokens, reach, is_zigzag=True)
+    sizes = [start + n_tokens // 2 - first for start, first in spans]
+    keys, values = with_halo(torch.cat((k, v)), reach, 2, True, group).chunk(2)
+    chunks = zip(q.chunk(2, dim=2), keys.split(sizes, dim=2), values.split(sizes, dim=2), spans, strict=True)
+    return torch.cat([_attend_chunk(*given, documents, *span, window) for *given, span in chunks], dim=2)
 
 
 def _attend_chunk(

@@ -37,6 +37,12 @@ def spans_of(rank: int, n_ranks: int, n_tokens: int, reach: int, is_zigzag: bool
     return [(nth * size, max(0, nth * size - reach)) for nth in chunks]
 
 
+def largest_halo(n_ranks: int, n_tokens: int, reach: int) -> int:
+    """Tokens before its two chunks that the rank with the most of them takes; arguments as for `spans_of`."""
+    spans = [spans_of(rank, n_ranks, n_tokens, reach, is_zigzag=True) for rank in range(n_ranks)]
+    return max(sum(start - first for start, first in each) for each in spans)
+
+
 @torch.library.custom_op("keel::with_halo", mutates_args=())
 def with_halo(part: Tensor, reach: int, dim: int, is_zigzag: bool, group: str) -> Tensor:
     """Each of this rank's chunks with the tokens before it, one after the other.
