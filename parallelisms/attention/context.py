@@ -455,43 +455,46 @@ def _attend_near_part(
     Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. No others are sent,
     kept for the backward pass, or multiplied. `place`: this rank, of how many.
     """
-    n_tokens = q.shape[2]
+    chunk = q.shape[2] // 2
     reach = window - 1
-    spans = spans_of(*place, n_tokens, reach, is_zigzag=True)
-    sizes = [start + n_tokens // 2 - first for start, first in spans]
+    spans = spans_of(*place, q.shape[2], reach, is_zigzag=True)
+    sizes = [begin + chunk - first for begin, first in spans]
     keys, values = with_halo(torch.cat((k, v)), reach, 2, True, group).chunk(2)
-    chunks = zip(q.chunk(2, dim=2), keys.split(sizes, dim=2), values.split(sizes, dim=2), spans, strict=True)
-    return torch.cat([_attend_chunk(*given, documents, *span, window) for *given, span in chunks], dim=2)
-
-
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, start: int, first: int, window: int
-) -> Tensor:
-    """Attention of the queries from token `start` on to keys from token `first` on; both end with the same token."""
-    n_queries = q.shape[2]
-    n_keys = k.shape[2]
+    # To the op, each chunk is a document of its own, or the documents in it are.
     if documents is None:
-        batch = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        bounds = (batch * n_queries, batch * n_keys)
+        nth = torch.arange(2 * len(q) + 1, dtype=torch.int32, device=q.device)
+        bounds = (nth * chunk, nth // 2 * sum(sizes) + nth % 2 * sizes[0])
     else:
-        stop = start + n_queries
-        bounds = tuple(_ends_between(documents.numbers, documents.ends, begin, stop) for begin in (start, first))  # type: ignore[assignment]
-    longest = torch.full((), n_keys, device="cpu")
+        begins, firsts = map(list, zip(*spans, strict=True))
+        bounds = _ends_in_chunks(documents.numbers, documents.ends, begins, firsts, chunk)
+    longest = torch.full((), max(sizes), device="cpu")
     # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
-    return torch.ops.keel._scaled_dot_product_document_attention(q, k, v, *bounds, longest, window)[0]
+    return torch.ops.keel._scaled_dot_product_document_attention(q, keys, values, *bounds, longest, window)[0]
 
 
 # An op, since inductor of torch 2.11 can't lower a search in a part of a tensor.
-@torch.library.custom_op("keel::ends_between", mutates_args=())
-def _ends_between(numbers: Tensor, ends: Tensor, start: int, stop: int) -> Tensor:
-    """`NumberedDocuments.ends` of the tokens from `start` to `stop` of each sequence; documents elsewhere are empty."""
-    slots = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
-    return torch.searchsorted(numbers[:, start:stop].flatten(), slots, out_int32=True)
+@torch.library.custom_op("keel::ends_in_chunks", mutates_args=())
+def _ends_in_chunks(
+    numbers: Tensor, ends: Tensor, begins: list[int], firsts: list[int], chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`NumberedDocuments.ends` of the queries of chunks of each sequence, and of the keys, which begin at `firsts`."""
+    begun = torch.stack([numbers[:, first] for first in firsts], dim=1)
+    counts = torch.stack([numbers[:, begin + chunk - 1] for begin in begins], dim=1) - begun + 1
+    # A chunk's numbers go on where those of the chunk before it end, though its keys may be the same.
+    moved = (counts.flatten().cumsum(0, dtype=counts.dtype).view_as(counts) - counts - begun).split(1, dim=1)
+    slots = torch.arange(len(begins) * (len(ends) - 1) + 1, dtype=torch.int32, device=ends.device)
+    found: list[Tensor] = []
+    for starts in (begins, firsts):
+        parts = zip(starts, begins, moved, strict=True)
+        apart = torch.cat([numbers[:, start : begin + chunk] + by for start, begin, by in parts], dim=1)
+        found.append(torch.searchsorted(apart.flatten(), slots, out_int32=True))
+    return found[0], found[1]
 
 
-@_ends_between.register_fake
-def _(_numbers: Tensor, ends: Tensor, start: int, stop: int) -> Tensor:
-    return torch.empty_like(ends)
+@_ends_in_chunks.register_fake
+def _(_numbers: Tensor, ends: Tensor, begins: list[int], _firsts: list[int], _chunk: int) -> tuple[Tensor, Tensor]:
+    n_ends = len(begins) * (len(ends) - 1) + 1
+    return ends.new_empty(n_ends), ends.new_empty(n_ends)
 
 
 # --------------------------------------------------------------------------- all to all

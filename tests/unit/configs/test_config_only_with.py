@@ -117,6 +117,7 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
                 ("rope_fraction", 0.5),
                 ("rope_theta", 3.0),
                 ("no_rope_every", 2),
+                ("window", 8),
             )
         ),
         (
