@@ -241,8 +241,10 @@ def is_mixture(model: LlamaKeys, layer: int) -> bool:
     return model.n_experts is not None and layer >= model.n_dense_layers
 
 
-def window_of(model: LlamaKeys, layer: int) -> int | None:
+def window_of(model: object, layer: int) -> int | None:
     """Number of last tokens that a layer's attention sees; None: all."""
+    if not isinstance(model, LlamaKeys):
+        return None
     is_whole = model.window_pattern > 0 and (layer + 1) % model.window_pattern == 0
     return None if is_whole else model.window
 

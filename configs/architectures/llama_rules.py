@@ -246,15 +246,7 @@ def _mup(config: Any) -> Iterator[tuple[str, str]]:
 
 def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
     """What cannot compute a window."""
-    if config.model.window is None:
-        return
-    if config.mesh.cp > 1 and config.context.method == "ring":
-        yield (
-            "context.method",
-            "a ring passes all keys to all ranks, of which a window (model.window) needs the nearest; set "
-            'context.method = "gather" or "all_to_all"',
-        )
-    if config.attention.backend not in ("auto", "flash2"):
+    if config.model.window and config.attention.backend not in ("auto", "flash2"):
         yield (
             "attention.backend",
             f'{config.attention.backend} computes no window (model.window); set "auto" or "flash2"',

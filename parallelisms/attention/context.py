@@ -11,7 +11,8 @@ when to use which):
 
 The first two leave the queries in place. A causal query sees only the past, so contiguous parts would give the first
 rank the least work. Instead, rank r of n takes chunks r and 2n - 1 - r of 2n (zigzag), and all ranks see equally many
-keys. For backward, each rank saves only its own keys and values and fetches the others' again.
+keys. For backward, each rank saves only its own keys and values and fetches the others' again. With either method,
+layers with a window fetch the nearest keys and values alone, and keep them (`halo.py`).
 
 With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
 values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.plan import attention_of, recurrent_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.attention.halo import chunks_of, spans_of, with_halo
 from parallelisms.attention.recurrent import pass_states, with_some_heads
 from parallelisms.torch_internals import group_named
 
@@ -94,7 +96,7 @@ def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch
     if method == "all_to_all":
         return sequence.chunk(n_ranks)[rank]
     chunks = sequence.chunk(2 * n_ranks)
-    return torch.cat((chunks[rank], chunks[2 * n_ranks - 1 - rank]))
+    return torch.cat([chunks[nth] for nth in chunks_of(rank, n_ranks)])
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, kernel: str) -> None:
@@ -451,52 +453,49 @@ def _attend_near_part(
 ) -> Tensor:
     """Attention of this rank's queries to the last `window` tokens of the whole sequence; shapes as in `_attend_part`.
 
-    Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. All keys are
-    gathered, but no more than these are kept for the backward pass, or multiplied. `place`: this rank, of how many.
+    Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. No others are sent,
+    kept for the backward pass, or multiplied. `place`: this rank, of how many.
     """
-    rank, n_ranks = place
     chunk = q.shape[2] // 2
-    # From the ranks that hold the other parts of the sequences.
-    keys, values = _whole_sequence(torch.cat((k, v)), group).chunk(2)
-    parts = []
-    for number, nth in enumerate((rank, 2 * n_ranks - 1 - rank)):
-        start = nth * chunk
-        first = max(0, start - window + 1)
-        near = slice(first, start + chunk)
-        queries = q[:, :, number * chunk : (number + 1) * chunk]
-        given = (queries, keys[:, :, near].contiguous(), values[:, :, near].contiguous())
-        parts.append(_attend_chunk(*given, documents, start, first, window))
-    return torch.cat(parts, dim=2)
-
-
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, start: int, first: int, window: int
-) -> Tensor:
-    """Attention of the queries from token `start` on to keys from token `first` on; both end with the same token."""
-    n_queries = q.shape[2]
-    n_keys = k.shape[2]
+    reach = window - 1
+    spans = spans_of(*place, q.shape[2], reach)
+    sizes = [begin + chunk - first for begin, first in spans]
+    keys, values = with_halo(torch.cat((k, v)), reach, 2, group).chunk(2)
+    # To the op, each chunk is a document of its own, or the documents in it are.
     if documents is None:
-        batch = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        bounds = (batch * n_queries, batch * n_keys)
+        nth = torch.arange(2 * len(q) + 1, dtype=torch.int32, device=q.device)
+        bounds = (nth * chunk, nth // 2 * sum(sizes) + nth % 2 * sizes[0])
     else:
-        stop = start + n_queries
-        bounds = tuple(_ends_between(documents.numbers, documents.ends, begin, stop) for begin in (start, first))  # type: ignore[assignment]
-    longest = torch.full((), n_keys, device="cpu")
+        begins, firsts = map(list, zip(*spans, strict=True))
+        bounds = _ends_in_chunks(documents.numbers, documents.ends, begins, firsts, chunk)
+    longest = torch.full((), max(sizes), device="cpu")
     # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
-    return torch.ops.keel._scaled_dot_product_document_attention(q, k, v, *bounds, longest, window)[0]
+    return torch.ops.keel._scaled_dot_product_document_attention(q, keys, values, *bounds, longest, window)[0]
 
 
 # An op, since inductor of torch 2.11 can't lower a search in a part of a tensor.
-@torch.library.custom_op("keel::ends_between", mutates_args=())
-def _ends_between(numbers: Tensor, ends: Tensor, start: int, stop: int) -> Tensor:
-    """`NumberedDocuments.ends` of the tokens from `start` to `stop` of each sequence; documents elsewhere are empty."""
-    slots = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
-    return torch.searchsorted(numbers[:, start:stop].flatten(), slots, out_int32=True)
+@torch.library.custom_op("keel::ends_in_chunks", mutates_args=())
+def _ends_in_chunks(
+    numbers: Tensor, ends: Tensor, begins: list[int], firsts: list[int], chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`NumberedDocuments.ends` of the queries of chunks of each sequence, and of the keys, which begin at `firsts`."""
+    begun = torch.stack([numbers[:, first] for first in firsts], dim=1)
+    counts = torch.stack([numbers[:, begin + chunk - 1] for begin in begins], dim=1) - begun + 1
+    # A chunk's numbers go on where those of the chunk before it end, though its keys may be the same.
+    moved = (counts.flatten().cumsum(0, dtype=counts.dtype).view_as(counts) - counts - begun).split(1, dim=1)
+    slots = torch.arange(len(begins) * (len(ends) - 1) + 1, dtype=torch.int32, device=ends.device)
+    found: list[Tensor] = []
+    for starts in (begins, firsts):
+        parts = zip(starts, begins, moved, strict=True)
+        apart = torch.cat([numbers[:, start : begin + chunk] + by for start, begin, by in parts], dim=1)
+        found.append(torch.searchsorted(apart.flatten(), slots, out_int32=True))
+    return found[0], found[1]
 
 
-@_ends_between.register_fake
-def _(_numbers: Tensor, ends: Tensor, start: int, stop: int) -> Tensor:
-    return torch.empty_like(ends)
+@_ends_in_chunks.register_fake
+def _(_numbers: Tensor, ends: Tensor, begins: list[int], _firsts: list[int], _chunk: int) -> tuple[Tensor, Tensor]:
+    n_ends = len(begins) * (len(ends) - 1) + 1
+    return ends.new_empty(n_ends), ends.new_empty(n_ends)
 
 
 # --------------------------------------------------------------------------- all to all

@@ -58,9 +58,9 @@ def _mix_part(
     """
     n_tokens = rows.shape[1]
     reach = module.reach
-    spans = spans_of(*place, n_tokens, reach, True)
+    spans = spans_of(*place, n_tokens, reach)
     size = n_tokens // len(spans)
-    given = with_halo(torch.cat((rows, gates), -1), reach, 1, True, group)
+    given = with_halo(torch.cat((rows, gates), -1), reach, 1, group)
     parts = given.split([begin - first + size for begin, first in spans], 1)
     extended = torch.cat([F.pad(part, (0, 0, 0, 0, reach + size - part.shape[1], 0)) for part in parts])
     continues = None
@@ -90,12 +90,12 @@ def _states_before(
         continues: (chunks, batch), whether the document of a chunk's last token goes on; None: there is one document.
         group: name of the process group.
     """
-    chunks = chunks_of(*place, True)
+    chunks = chunks_of(*place)
     made = torch.cat((kept, gained), -1).unflatten(0, (len(chunks), -1))
     if continues is not None:
         made = made * continues.view(*continues.shape, *[1] * (made.ndim - 2))
     everything = len(chunks) * place[1]
-    earlier = with_halo(made, everything, 0, True, group)
+    earlier = with_halo(made, everything, 0, group)
     states = [_passed_on(part[:-1]) for part in earlier.split([nth + 1 for nth in chunks])]
     return torch.cat(states)
 

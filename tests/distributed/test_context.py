@@ -3,6 +3,8 @@
 import math
 import resource
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from configs.layout import mesh_sizes
 from configs.load import load
 from models.documents import Documents
-from parallelisms.attention.context import _attend_part, _attend_some_heads, part_of, shard_batch
+from parallelisms.attention import context, halo
+from parallelisms.attention.context import _attend_near_part, _attend_part, _attend_some_heads, part_of, shard_batch
+from parallelisms.attention.halo import largest_halo
 from parallelisms.mesh import build_mesh
 from tests.distributed.test_checkpoint import make_manager
 from tests.marked import marked
@@ -23,6 +27,7 @@ from trainer.data.loader import IGNORED, build_loader
 from trainer.step import build_learner
 from trainer.validation import validate
 
+_c10d = torch.ops._c10d_functional
 METHODS = ("gather", "ring", "all_to_all")
 BATCH, HEADS, KV_HEADS, SEQ_LEN, HEAD_DIM = 2, 8, 4, 48, 8
 
@@ -35,7 +40,7 @@ def document_mask(ids):
     return (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
 
 
-def differences(method, dtype, with_documents):
+def differences(method, dtype, with_documents, window=0):
     """Largest differences of this rank's output and gradients by q, k and v from one process's."""
     generator = torch.Generator().manual_seed(0)
 
@@ -46,6 +51,9 @@ def differences(method, dtype, with_documents):
     ids = torch.randint(0, 3, (BATCH, SEQ_LEN), generator=generator).sort(dim=1).values if with_documents else None
     mask = None if ids is None else document_mask(ids)
     documents = None if ids is None else Documents.find(ids).numbered()
+    if window:
+        near = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril().triu(1 - window)
+        mask = near if mask is None else near & mask
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = plain(*leaves, mask)
     expected_gradients = torch.autograd.grad(expected, leaves, grad)
@@ -54,7 +62,10 @@ def differences(method, dtype, with_documents):
     part = part_of(SEQ_LEN, dist.get_world_size(), dist.get_rank(), method)
     # As a model has them: (batch, seq, heads, head_dim) in memory.
     parts = [t[:, :, part].to(dtype).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
-    if method == "all_to_all":
+    if window:
+        place = dist.get_rank(), dist.get_world_size()
+        out = _attend_near_part(*parts, documents, group=group, place=place, window=window)
+    elif method == "all_to_all":
         out = _attend_some_heads(*parts, mask, attend=plain, group=group)
     else:
         out = _attend_part(*parts, documents, group=group, method=method, kernel="auto")
@@ -70,6 +81,42 @@ def differences(method, dtype, with_documents):
 def test_attention_is_that_of_one_process(ranks, n_ranks, method, with_documents):
     for found in ranks(n_ranks, differences, method, torch.float64, with_documents):
         assert max(found) < 1e-13
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 19, 60])
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_a_window_is_that_of_one_process(ranks, n_ranks, window):
+    """Chunks have 12, 8 and 6 tokens."""
+    for with_documents in (False, True):
+        for found in ranks(n_ranks, differences, "ring", torch.float64, with_documents, window):
+            assert max(found) < 1e-13
+
+
+def arrived(window):
+    """Elements that each exchange of a layer with a window brings to this rank, forward and backward."""
+    taken = []
+
+    def exchange(tensor, n_taken, n_given, group):
+        arriving = _c10d.all_to_all_single(tensor, n_taken, n_given, group)
+        taken.append(arriving.numel())
+        return arriving
+
+    collectives = SimpleNamespace(all_to_all_single=exchange, wait_tensor=_c10d.wait_tensor)
+    # No other collective is there.
+    with patch.object(halo, "_c10d", collectives), patch.object(context, "_c10d", None):
+        differences("ring", torch.float64, False, window)
+    return taken
+
+
+@pytest.mark.parametrize("window", [5, 19])
+def test_a_window_brings_no_more_than_is_in_reach(ranks, window):
+    found = ranks(4, arrived, window)
+    assert [len(taken) for taken in found] == [2] * 4
+    of_token = 2 * BATCH * KV_HEADS * HEAD_DIM
+    before = [min(window - 1, 6 * rank) + min(window - 1, 6 * (7 - rank)) for rank in range(4)]
+    assert [taken[0] for taken in found] == [of_token * tokens for tokens in before]
+    assert sum(taken[1] for taken in found) == of_token * sum(before)
+    assert largest_halo(4, SEQ_LEN // 4, window - 1) == max(before)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -111,11 +158,11 @@ def test_every_token_is_on_one_rank_with_its_position(ranks, with_documents):
 # --------------------------------------------------------------------------- memory
 
 
-def bytes_kept(seq_len, method, n_ranks):
+def bytes_kept(seq_len, method, n_ranks, *more):
     """Bytes that autograd keeps of a forward pass, beside parameters."""
     sizes = {"training.seq_len": seq_len, "training.global_batch_size": 1, "mesh.cp": n_ranks, "fsdp.zero_stage": 2}
     words = (word for key, value in sizes.items() for word in (f"--{key}", str(value)))
-    config = load("parity.toml", (*words, "--context.method", method), n_ranks).config
+    config = load("parity.toml", (*words, "--context.method", method, *more), n_ranks).config
     mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
     learner = build_learner(config, mesh)
     loader = build_loader(config, 0, 1, start_sample=0)
@@ -141,6 +188,16 @@ def test_four_ranks_keep_a_quarter_each(ranks, method):
     twice = 4 * 512 * 64 * 8 if method == "all_to_all" else 0
     for kept in ranks(4, bytes_kept, 2048, method, 4):
         assert kept == pytest.approx(alone / 4 + twice, rel=0.01)
+
+
+def test_a_window_keeps_what_is_in_reach_beside_a_quarter(ranks):
+    """In each of 4 layers, keys and values of 64 tokens before each chunk; 4 heads of 8, float64."""
+    (alone,) = ranks(1, bytes_kept, 1024, "gather", 1, "--model.window", "65")
+    first, *others = ranks(4, bytes_kept, 1024, "ring", 4, "--model.window", "65")
+    halo_bytes = 4 * 2 * 64 * 4 * 8 * 8
+    assert first == pytest.approx(alone / 4 + halo_bytes, rel=0.01)
+    for kept in others:
+        assert kept == pytest.approx(alone / 4 + 2 * halo_bytes, rel=0.01)
 
 
 def growth(seq_len, method):

@@ -84,7 +84,7 @@ def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ())
 
 def tokens_seen(model: AnyModel, layer: int, seq_len: int) -> float:
     """Twice the mean number of tokens that a token sees in a layer, of which a causal model has half of seq_len."""
-    window = window_of(model, layer) if is_described(model) else None
+    window = window_of(model, layer)
     if window is None or window >= seq_len:
         return seq_len
     return 2 * window - window * (window - 1) / seq_len

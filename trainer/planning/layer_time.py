@@ -14,13 +14,22 @@ from functools import cached_property
 import torch
 
 from configs.architectures.llama import has_gate
-from configs.architectures.llama_keys import Delta, delta_of, expert_dim, is_delta, is_mixture, latent_of
+from configs.architectures.llama_keys import (
+    Delta,
+    delta_of,
+    expert_dim,
+    is_delta,
+    is_mixture,
+    latent_of,
+    window_of,
+)
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.delta import passes_states
 from configs.layout import MeshSizes, attention_features, buffer_factor, mixed_elements
 from configs.schema import Config, is_described
 from parallelisms.activation_checkpoint import resolve_ops, selected_layers
 from parallelisms.attention.delta import computes_by_kernels
+from parallelisms.attention.halo import largest_halo
 from trainer.planning.devices import Device, Network
 from trainer.planning.flops import tokens_seen
 from trainer.planning.memory import RankMemory
@@ -287,6 +296,10 @@ class LayerTime:
         width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
         if self.config.context.method == "all_to_all":
             return [("all_to_all", 2 * self.tokens * (model.n_heads + n_kv_heads(model)) * width)]
+        if window := window_of(model, layer):
+            sequences = self.tokens * cp // self.config.training.seq_len
+            taken = sequences * largest_halo(cp, self.config.training.seq_len // cp, window - 1)
+            return [("all_to_all", 2 * taken * n_kv_heads(model) * width)]
         return [("all_gather", 2 * self.tokens * cp * n_kv_heads(model) * width)]  # a ring passes on as much
 
     def _of_states(self, delta: Delta) -> list[tuple[str, float]]:
@@ -330,8 +343,8 @@ class LayerTime:
         last = [each for each in again if each[1] == "reduce_scatter"][-1:]  # a recomputation ends before it
         if last:
             again.remove(last[0])
-        keeps_mixed = "attention" in kept and not is_delta(self.config.model, layer)
-        return [each for each in again if each[0] != "cp" or not keeps_mixed]
+        # The op of attention gathers keys and values itself; what is exchanged before and after an op is repeated.
+        return [each for each in again if each[:2] != ("cp", "all_gather") or "attention" not in kept]
 
     def _exposed(self, layer: int, kind: str, beside: Seconds) -> Seconds:
         """Seconds of the collectives in a pass of a layer that nothing hides."""
@@ -347,7 +360,8 @@ class LayerTime:
             found["tp"] = max(found["tp"] / self.sizes.tp, found["tp"] - beside["products"])
         if self.config.expert.exchange == "buffers" and found["ep"]:
             found["ep"] -= min(found["ep"] / 2, self._shared_experts(layer, kind))  # of two exchanges, beside the first
-        if self.config.context.method == "ring" and found["cp"] and "attention" in beside:
+        goes_around = self.config.context.method == "ring" and not window_of(self.config.model, layer)
+        if goes_around and found["cp"] and "attention" in beside:
             found["cp"] = max(0.0, found["cp"] - beside["attention"])
         return found
 

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, prod
 
+from configs.architectures.llama_keys import window_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
 from configs.layout import (
@@ -33,6 +34,7 @@ from configs.layout import (
 from configs.schema import Config
 from configs.stages import layers_of_rank, layers_of_stages, n_stages, stages_of_rank, stages_per_rank
 from parallelisms.activation_checkpoint import selected_layers
+from parallelisms.attention.halo import largest_halo
 from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
 from parallelisms.mesh import Mesh
@@ -358,7 +360,7 @@ class RankMemory:
         waiting_losses = self._loss(peak=False) + self._waiting_for_embedding(place)
         gathered = self._gathered(place, self.config.comm.prefetch)
         if group.layer is not None:
-            computing = self.blocks[group.layer].backward(self._samples) + self._fetched()
+            computing = self.blocks[group.layer].backward(self._samples) + self._fetched(group.layer)
             sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
             yield Moment(name, gradients, gathered + sent, kept + computing, waiting_losses)
         made = group.trained * self.compute_bytes
@@ -495,18 +497,23 @@ class RankMemory:
             return 1
         return stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
 
-    def _fetched(self) -> int:
+    def _fetched(self, layer: int) -> int:
         """Bytes of the other ranks' keys and values that attention holds in backward, and of their gradients.
 
         gather: all of them, with their gradients once as computed and once as sent; ring: the current and the next
-        ones, with the current, the arriving and the leaving gradients.
+        ones, with the current, the arriving and the leaving gradients; a window: the sum of this rank's gradients, with
+        those that leave and arrive.
         """
         config = self.config
         sizes = self.sizes
         if sizes.cp == 1 or config.context.method == "all_to_all":
             return 0
-        shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
         elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * self.tokens // sizes.tp
+        if window := window_of(config.model, layer):
+            n_tokens = config.training.seq_len // sizes.cp
+            halo = elements * largest_halo(sizes.cp, n_tokens, window - 1) // n_tokens
+            return elements * max(self.compute_bytes, 4) + 2 * halo * self.compute_bytes
+        shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
         return elements * (shares * self.compute_bytes + of_gradients * max(self.compute_bytes, 4))
 
     @property

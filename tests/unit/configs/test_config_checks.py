@@ -133,7 +133,6 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             'model.layers=["delta","full"] model.window=8 model.window_pattern=2',
             "window_pattern 2 leaves no layer with a window; leave model.window out",
         ),
-        ("model.window=8 mesh.cp=2 context.method=ring", 'set context.method = "gather" or "all_to_all"'),
         ("model.window=8 attention.backend=flash3", "--attention.backend: flash3 computes no window (model.window)"),
         (
             "model.n_shared_experts=1",

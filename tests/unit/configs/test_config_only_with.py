@@ -102,11 +102,6 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
             'a.toml:3: activation_checkpoint.memory_budget does nothing with mode = "none" (the default), only with '
             '"budget"; leave it out, or change mode',
         ),
-        (
-            {"a": f'{DELTA}\nwindow = 8\n[mesh]\ncp = 2\n[context]\nmethod = "ring"'},
-            [],
-            'a.toml:4: model.window does nothing with layers = ["delta"] (a.toml:3), only with "full"; leave it out',
-        ),
         *(
             (
                 {"a": f"{DELTA}\n{key} = {value}"},
@@ -122,6 +117,7 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
                 ("rope_fraction", 0.5),
                 ("rope_theta", 3.0),
                 ("no_rope_every", 2),
+                ("window", 8),
             )
         ),
         (

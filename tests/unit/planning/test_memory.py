@@ -165,9 +165,13 @@ def test_context_parallel_ranks_hold_a_share_of_states_and_of_each_sequence():
     for rank in ranks.values():
         assert rank._waiting(4) == pytest.approx(alone._waiting(4) / 4, rel=0.05)
     keys_and_values = 2 * 64 * 4 * 128 / 4 * 4  # width, sequences, tokens of a rank, bytes
-    assert ranks["gather"]._fetched() == keys_and_values * (4 + 2 * 4)
-    assert ranks["ring"]._fetched() == keys_and_values * (2 + 3)
-    assert ranks["all_to_all"]._fetched() == 0
+    assert ranks["gather"]._fetched(0) == keys_and_values * (4 + 2 * 4)
+    assert ranks["ring"]._fetched(0) == keys_and_values * (2 + 3)
+    assert ranks["all_to_all"]._fetched(0) == 0
+    near = config(context={"method": "ring"}, model={"n_kv_heads": 4, "window": 9, "window_pattern": 2})
+    of_near = RankMemory(near, four, "cpu", 0)
+    assert of_near._fetched(0) == keys_and_values + 2 * keys_and_values * 2 * 8 // 32  # tokens before two chunks of 16
+    assert of_near._fetched(1) == ranks["ring"]._fetched(1)
 
 
 def test_offloaded_states_are_not_the_devices():

@@ -276,6 +276,36 @@ def test_qk_clip_takes_half_of_attentions_forward_pass_again_and_gathers_keys():
     assert after - before == passes * 8192 * 8 * 128 * 2
 
 
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_a_layer_with_a_window_exchanges_keys_and_values_in_reach(method):
+    """The second layer gathers all of 512 tokens; chunks of 64 tokens, 8 heads of 64, 2 bytes, 8 micro-batches."""
+    words = f"{SMALL} --mesh.cp 4 --context.method {method} --model.window_pattern 2"
+
+    def exchanged(more):
+        collectives = estimate_step(job("llama_1b.toml", 8, f"{words} {more}"), 8, H100).slowest.collectives
+        return {each.op: each.n_bytes for each in collectives if each.axis == "cp"}
+
+    of_token = 8 * 2 * 8 * 64 * 2
+    gathered = 512 * of_token
+    forward_and_backward = {"all_gather": gathered, "reduce_scatter": gathered, "all_to_all": 2 * 2 * 47 * of_token}
+    assert exchanged("--model.window 48") == forward_and_backward
+    # Beyond a chunk; the last rank has 192 tokens before one of its chunks, and 256 before the other.
+    assert exchanged("--model.window 300")["all_to_all"] == 2 * (192 + 256) * of_token
+    kept = exchanged("--model.window 48 --activation_checkpoint.mode selective")  # attention, which gathers by itself
+    assert kept == forward_and_backward | {"all_to_all": 3 * 2 * 47 * of_token}
+
+
+def test_attention_hides_a_ring_and_no_window():
+    def exposed(layer):
+        words = f"{SMALL} --mesh.cp 4 --context.method ring --model.window 48 --model.window_pattern 2"
+        config = job("llama_1b.toml", 8, words)
+        timed = LayerTime(config, mesh_sizes(config, 8), H100, gpus_per_host=8, place=0)
+        return timed._exposed(layer, "forward", {"attention": 1.0})["cp"]
+
+    assert exposed(0) > 0
+    assert exposed(1) == 0
+
+
 def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():
     device = replace(H100, inside=Link(400e9, 0.0), between=Link(50e9, 0.0))
     network = Network(device, gpus_per_host=8)
