@@ -120,7 +120,7 @@ class _Piece(NamedTuple):
     """Tokens that lie together on one rank, and that one chunk of another rank needs."""
 
     chunk: int
-    """The chunk of the rank that needs it, counted from its first."""
+    """Which chunk of the rank that needs it, counted from its first."""
     first: int
     """Its first token, in whole sequences."""
     size: int
