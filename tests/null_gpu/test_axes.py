@@ -40,6 +40,16 @@ MESHES = {
     "CP 2 gather": (2, "--mesh.cp 2", {"cp (2 ranks): allgather_into_tensor_coalesced"}),
     "CP 2 ring": (2, "--mesh.cp 2 --context.method ring", {"cp (2 ranks): send", "cp (2 ranks): recv"}),
     "CP 2 all_to_all": (2, "--mesh.cp 2 --context.method all_to_all", {"cp (2 ranks): alltoall_base"}),
+    "windows, CP 2": (
+        2,
+        "--mesh.cp 2 --context.method ring --model.window 100 --model.window_pattern 2",
+        {"cp (2 ranks): alltoall_base", "cp (2 ranks): send"},
+    ),
+    "states of fewer heads than ranks, CP 2": (
+        2,
+        '--mesh.cp 2 --model.layers ["delta","full"] --model.delta.key_heads 1 --model.delta.value_heads 2',
+        {"cp (2 ranks): alltoall_base", "cp (2 ranks): allgather_into_tensor_coalesced"},
+    ),
     "PP 2 gpipe": (2, "--mesh.pp 2 --pipeline.schedule gpipe", {"pp (2 ranks): send"}),
     "PP 2 1f1b": (2, "--mesh.pp 2 --pipeline.schedule 1f1b", {"pp (2 ranks): send"}),
     "PP 2 interleaved": (2, "--mesh.pp 2 --pipeline.schedule interleaved_1f1b", {"pp (2 ranks): send"}),
