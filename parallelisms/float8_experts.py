@@ -63,6 +63,9 @@ def multiply(
     return _Product.apply(rows, weights, counts, emulate, in_group, out_group)
 
 
+# Traced through by Dynamo (torch 2.11), the function would have zero gradients, without an error: what it returns comes
+# straight from an op that has no gradient of its own. So Dynamo leaves it to AOTAutograd.
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -99,8 +99,11 @@ class _ProductOfTokens(torch.autograd.Function):
 def in_8_bits(model: nn.Module, config: Float8) -> None:
     """Let the matrices of a model's layers multiply in float8, but for those that the config skips."""
     mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
-    for name, mixture in mixtures.items() if config.experts else ():
-        mixture.experts.__dict__["forward"] = partial(_apply_experts, mixture.experts, f"{name}.experts", config.skip)
+    for name, mixture in mixtures.items():
+        if config.experts and name.startswith("layers."):
+            mixture.experts.__dict__["forward"] = partial(
+                _apply_experts, mixture.experts, f"{name}.experts", config.skip
+            )
     for name, module in model.named_modules():
         is_skipped = any(fnmatchcase(name, pattern) for pattern in config.skip)
         is_of_mixture = any(name.startswith(f"{mixture}.") for mixture in mixtures)
