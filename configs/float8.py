@@ -89,7 +89,8 @@ def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequ
 
 def _stacks(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequence[int]]:
     """The matrices (out, in) of the blocks' experts, by the parameter that stacks them."""
-    experts = tuple(f"{name}." for name in plan.experts if name.startswith(tuple(f"{block}." for block in plan.blocks)))
+    blocks = tuple(f"{block}." for block in plan.blocks)
+    experts = tuple(f"{name}." for name in plan.experts if name.startswith(blocks))
     return {name: shape[-2:] for name, shape in shapes.items() if name.startswith(experts) and len(shape) == 3}
 
 
