@@ -90,9 +90,9 @@ def _grouped_mm_float8(
     if len(rows) == 0:
         return rows.new_empty(0, weights.shape[1], dtype=torch.bfloat16)
     by_row = F.ScalingType.RowWise
-    columns = weights.transpose(1, 2)
-    scales = (row_units, by_row, weight_units, by_row)
-    return F.scaled_grouped_mm(rows, columns, *scales, offs=_ends(counts), use_fast_accum=fast_sums)
+    factors = (rows, weights.transpose(1, 2), row_units, by_row, weight_units, by_row)
+    # The stubs of torch 2.13 lack the function.
+    return F.scaled_grouped_mm(*factors, offs=_ends(counts), use_fast_accum=fast_sums)  # type: ignore[attr-defined]
 
 
 @_grouped_mm_float8.register_fake

@@ -41,8 +41,10 @@ def apply_to_experts(model: nn.Module, choice: Choice, emulate: bool, tp_group: 
             whole_name = f"{name}.{projection}"
             if whole_name in choice.converted:
                 dim = TENSOR_PARALLEL_DIM[plan.tensor_parallel[whole_name]]
-                groups = {"in_group": tp_group if dim == -1 else "", "out_group": tp_group if dim == -2 else ""}
-                experts.products[projection] = partial(multiply, emulate=emulate, **groups)
+                in_group, out_group = (tp_group if dim == cut else "" for cut in (-1, -2))
+                experts.products[projection] = partial(
+                    multiply, emulate=emulate, in_group=in_group, out_group=out_group
+                )
 
 
 def multiply(
