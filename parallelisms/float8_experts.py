@@ -92,7 +92,7 @@ class _Product(torch.autograd.Function):
 
 
 def _product(rows: Tensor, weights: Tensor, counts: Tensor, emulate: bool, group: str, fast_sums: bool) -> Tensor:
-    """As `multiply`; `group` has the other parts of the dimension that is summed over."""
+    """Compute what `multiply` does; `group` has the other parts of the dimension that is summed over."""
     factors = []
     for factor in (rows, weights):
         largest = factor.abs().amax(-1)

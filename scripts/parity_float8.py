@@ -119,7 +119,7 @@ def _multiply(module: nn.Linear, recipe: str, x: Tensor) -> Tensor:
 def _apply_experts(
     experts: Experts, name: str, skip: Sequence[str], rows: Tensor, counts: Tensor, **_: object
 ) -> Tensor:
-    """As the module's forward pass, one expert after the other."""
+    """Compute the module's forward pass, one expert after the other."""
 
     def project(projection: str, expert: int, x: Tensor) -> Tensor:
         weight = experts.get_parameter(projection)[expert]
