@@ -1,9 +1,8 @@
-"""Which matrices are multiplied in float8: the blocks', but for the experts' and those that the job skips.
+"""Which matrices are multiplied in float8: the blocks', but for those that the job skips; experts' if it says so.
 
 Embedding and head stay in compute_dtype: the embedding is no product, and the head's logits decide the loss directly,
 are a small part of the FLOPs of a large model, and lose most by rounding (torchao and torchtitan leave it out as well).
-Experts are stacked in one tensor, which torchao's linear layer does not take; their router chooses by small
-differences.
+A router stays, too, because it chooses by small differences, and so do a mixture's shared experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +19,21 @@ MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """The matrices of the blocks, by the name of their module."""
+    """The matrices of the blocks, by the name of their module; experts' by the parameter that stacks them."""
 
     converted: tuple[str, ...]
     skipped: tuple[str, ...]
     """Matrices that match float8.skip."""
     odd: tuple[str, ...]
     """Matrices with a dimension that is not a multiple of 16."""
+    of_experts: frozenset[str] = frozenset()
+    """Which of them all are stacks of experts' matrices."""
 
     def __str__(self) -> str:
         total = sum(map(len, (self.converted, self.skipped, self.odd)))
         parts = [f"{len(self.converted)} of the blocks' {total} matrices"]
+        stacks = len(self.of_experts.intersection(self.converted))
+        parts += [f"{stacks} of them stacks of experts'"] if stacks else []
         parts += [f"{len(self.skipped)} skipped by float8.skip"] if self.skipped else []
         parts += [f"{len(self.odd)} have dimensions that are no multiples of {MULTIPLE}"] if self.odd else []
         return ", ".join(parts)
@@ -47,7 +50,8 @@ def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> C
         ConfigError: float8.skip names no matrix, no matrix is left, or tensor parallelism cuts one into pieces that a
             GPU cannot multiply in float8.
     """
-    matrices = _matrices(shapes, plan)
+    stacks = _stacks(shapes, plan) if config.float8.experts else {}
+    matrices = _matrices(shapes, plan) | stacks
     for pattern in config.float8.skip:
         if not any(fnmatchcase(name, pattern) for name in matrices):
             example = next(iter(matrices), "nothing")
@@ -63,7 +67,7 @@ def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> C
         )
     for name in converted:
         _check_piece(name, matrices[name], plan, config.mesh.tp)
-    return Choice(tuple(converted), tuple(skipped), tuple(odd))
+    return Choice(tuple(converted), tuple(skipped), tuple(odd), frozenset(stacks))
 
 
 def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequence[int]]:
@@ -81,6 +85,13 @@ def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequ
         and not name.startswith(mixtures)
         and plan.tensor_parallel.get(name) not in PARAMETER_ROLES
     }
+
+
+def _stacks(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequence[int]]:
+    """The matrices (out, in) of the blocks' experts, by the parameter that stacks them."""
+    blocks = tuple(f"{block}." for block in plan.blocks)
+    experts = tuple(f"{name}." for name in plan.experts if name.startswith(blocks))
+    return {name: shape[-2:] for name, shape in shapes.items() if name.startswith(experts) and len(shape) == 3}
 
 
 def _check_piece(name: str, shape: Sequence[int], plan: Plan, tp: int) -> None:

@@ -336,7 +336,11 @@ class Float8(Table):
     compute_dtype, so that neither micro_batch_size nor cp changes a value."""
     skip: Annotated[list[Pattern], only_with("recipe", *_FLOAT8)] = []
     """Shell-style patterns of matrices that stay in compute_dtype, e.g. "layers.0.*" or "*.o_proj"; matching nothing is
-    an error. Embedding, head and experts always stay."""
+    an error. Embedding and head always stay."""
+    experts: Annotated[
+        bool, only_with("recipe", "rowwise_with_gw_hp", reason="whose scales are not of single tokens")
+    ] = False
+    """Multiply a mixture's experts in float8, too, with a scale for each row."""
     fsdp_all_gather: Annotated[bool, only_with("recipe", "tensorwise", reason="which has no scale for a tensor")] = (
         False
     )

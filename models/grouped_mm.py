@@ -3,7 +3,8 @@
 The number of rows in a group is known only on the device. Torch's grouped matmul reads it there, in one kernel for all
 groups; if torch has no kernel for the dtype, the groups are multiplied one by one. Either way this file defines one op
 whose output shape is known in advance, so that torch.compile traces it without a graph break and activation
-checkpointing can keep its output by name.
+checkpointing can keep its output by name. Another op multiplies rows that are already in float8
+(`parallelisms/float8_experts.py`).
 """
 
 from typing import Any
@@ -67,6 +68,38 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_mm.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("keel::grouped_mm_float8", mutates_args=())
+def _grouped_mm_float8(
+    rows: Tensor, row_units: Tensor, weights: Tensor, weight_units: Tensor, counts: Tensor, fast_sums: bool
+) -> Tensor:
+    """Multiply each group's rows by its matrix in float8, in one kernel of an NVIDIA GPU of compute capability 9.0.
+
+    Args:
+        rows: (n, in) e4m3, sorted by group; some or all groups may be empty. `in` and `out` are multiples of 16.
+        row_units: (n,) float32, what 1 stands for in each row.
+        weights: (groups, out, in) e4m3.
+        weight_units: (groups, out) float32, what 1 stands for in each row.
+        counts: (groups,) int64, rows of each group; their sum is at most n.
+        fast_sums: whether the sums may be a little less exact than float32.
+
+    Returns:
+        (n, out) bfloat16.
+    """
+    if len(rows) == 0:
+        return rows.new_empty(0, weights.shape[1], dtype=torch.bfloat16)
+    by_row = F.ScalingType.RowWise
+    factors = (rows, weights.transpose(1, 2), row_units, by_row, weight_units, by_row)
+    # The stubs of torch 2.13 lack the function.
+    return F.scaled_grouped_mm(*factors, offs=_ends(counts), use_fast_accum=fast_sums)  # type: ignore[attr-defined]
+
+
+@_grouped_mm_float8.register_fake
+def _(
+    rows: Tensor, _row_units: Tensor, weights: Tensor, _weight_units: Tensor, _counts: Tensor, _fast_sums: bool
+) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1], dtype=torch.bfloat16)
 
 
 def _has_kernel(*operands: Tensor) -> bool:

@@ -48,7 +48,7 @@ _PRODUCTS = ("aten.mm", "aten._scaled_mm")
 _SAVE_OPS = (*_PRODUCTS, "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor")
 # The choice of experts (topk) is saved, not recomputed: a recomputed score may differ in its last bit if it was
 # compiled differently, and a different choice would then read another expert's rows out of the saved outputs.
-_SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
+_SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "keel.grouped_mm_float8", "aten.topk")
 _SAVE_OPS_OF_DELTA = ("keel.delta_rule",)
 
 

@@ -192,6 +192,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.dim, inner))
         self.local: Callable[[Tensor], Tensor] = unchanged
         """Maps a stored weight to this rank's part of it; a technique that shards the weights replaces it."""
+        self.products: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+        """What multiplies by a projection, by its name, in place of `grouped_mm`; float8 puts it here."""
 
     def forward(self, rows: Tensor, counts: Tensor, meanwhile: Callable[[], object] | None = None) -> Tensor:
         """Apply to each row its expert.
@@ -204,9 +206,13 @@ class Experts(nn.Module):
         Returns:
             (n, dim); one term of a sum over ranks if the weights are sharded by inner width.
         """
-        gate = None if self.gate_proj is None else grouped_mm(rows, self.local(self.gate_proj), counts)
-        hidden = activate(self.activation, gate, grouped_mm(rows, self.local(self.up_proj), counts))
-        return grouped_mm(hidden, self.local(self.down_proj), counts)
+        gate = None if self.gate_proj is None else self._product("gate_proj", rows, counts)
+        hidden = activate(self.activation, gate, self._product("up_proj", rows, counts))
+        return self._product("down_proj", hidden, counts)
+
+    def _product(self, projection: str, rows: Tensor, counts: Tensor) -> Tensor:
+        multiply = self.products.get(projection, grouped_mm)
+        return multiply(rows, self.local(getattr(self, projection)), counts)
 
 
 class _Once:

@@ -3,8 +3,8 @@
 Each product's factors are scaled so that their largest absolute value is the largest that the 8-bit type has, and
 rounded to it: by `tensorwise` with one scale for a tensor, by `rowwise` with one for each row (the scale then being a
 power of two). Activations and weights have 3 bits of mantissa (e4m3); by `tensorwise` the gradients have 2 and a wider
-range (e5m2). Sums are in float32 or nearly so. Parameters, their gradients and the optimizer's state stay as they are,
-under the same names.
+range (e5m2). Sums are in float32 or nearly so. Experts' products are Keel's own (`float8_experts.py`). Parameters,
+their gradients and the optimizer's state stay as they are, under the same names.
 
 Scales are over what a product sees. Under tensor parallelism torchao takes them over all shards, since the factors are
 DTensors. The scales of activations and of their gradients are over the tokens that a rank computes at once, so that
@@ -32,12 +32,17 @@ from configs.errors import ConfigError
 from configs.float8 import Choice, choose
 from configs.plan import plan_of
 from configs.schema import Config, Float8
+from parallelisms.float8_experts import apply_to_experts
 from parallelisms.grad_norm import norms_of
 from parallelisms.mesh import Mesh
 
 _INSTALL = "pip install 'torchao>=0.18'"
 _CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 """The lowest compute capability of an NVIDIA GPU that has float8 matmuls: Ada, Hopper."""
+
+
+_CAPABILITY_FOR_EXPERTS = (9, 0)
+"""The only one for which torch has a grouped product with a scale for each row."""
 
 
 def check_float8(config: Float8, device: torch.device) -> None:
@@ -64,6 +69,12 @@ def check_float8(config: Float8, device: torch.device) -> None:
         raise ConfigError(
             f"{asked}, but {torch.cuda.get_device_name(device)} has compute capability {has}, and it needs {needs} or "
             'higher: set float8.emulate = true to compute the same values slowly, or recipe = "none"'
+        )
+    if config.experts and (torch.version.hip is not None or capability != _CAPABILITY_FOR_EXPERTS):
+        raise ConfigError(
+            "float8.experts is true, but torch multiplies experts' rows in float8 only on NVIDIA GPUs of compute "
+            f"capability 9.0 (Hopper), and this is {torch.cuda.get_device_name(device)}: set float8.emulate = true to "
+            "compute the same values slowly, or experts = false"
         )
 
 
@@ -100,8 +111,15 @@ def choice_of(model: nn.Module, config: Config) -> Choice | None:
     return choose(shapes, plan_of(model), config)
 
 
-def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> None:
-    """Let the chosen matrices of a model or stage multiply in float8; call it before techniques that change them."""
+def apply_float8(model: nn.Module, choice: Choice | None, config: Float8, tp_group: str = "") -> None:
+    """Let the chosen matrices of a model or stage multiply in float8; call it before techniques that change them.
+
+    Args:
+        model: whole or a stage.
+        choice: of the whole model.
+        config: the job's.
+        tp_group: name of the group that tensor parallelism will cut matrices over; "": none.
+    """
     if choice is None:
         return
     torchao = _torchao(config.recipe)
@@ -115,6 +133,7 @@ def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> Non
         torchao.convert_to_float8_training(
             model.get_submodule(block), module_filter_fn=partial(is_chosen, block), config=recipe
         )
+    apply_to_experts(model, choice, config.emulate, tp_group)
 
 
 # --------------------------------------------------------------------------- all-gathers

@@ -38,8 +38,9 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
     """
     in_8_bits = choice_of(model, config)
     stages = own_stages(model, config, mesh.pp.get_local_rank())
+    tp_group = mesh.tp.get_group().group_name if mesh.sizes.tp > 1 else ""
     for stage in stages.values():
-        apply_float8(stage, in_8_bits, config.float8)
+        apply_float8(stage, in_8_bits, config.float8, tp_group)
         apply_attention_backend(stage, config, mesh.device)
         apply_delta_backend(stage, config, mesh.device)
         if mesh.sizes.tp > 1:

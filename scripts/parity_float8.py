@@ -3,6 +3,7 @@
 It rounds by arithmetic instead of torch's 8-bit types, and knows nothing of torchao.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import Float8
+from models.feed_forward import activate
+from models.moe import Experts, MixtureOfExperts
 
 
 class Format(NamedTuple):
@@ -76,14 +79,56 @@ class _Product(torch.autograd.Function):
         return (rounded(grad, E4M3, 1) @ w).to(x.dtype), grad.t() @ x, None
 
 
+class _ProductOfTokens(torch.autograd.Function):
+    """y = x w^T with a scale for each token and each row or column of w; summed in the type of x, at least float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (rounded(x, E4M3, 1).to(wide) @ rounded(w, E4M3, 1).to(wide).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (x, w) = ctx.saved_tensors
+        (grad,) = grads
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (rounded(grad, E4M3, 1).to(wide) @ rounded(w, E4M3, 0).to(wide)).to(x.dtype), grad.t() @ x
+
+
 def in_8_bits(model: nn.Module, config: Float8) -> None:
     """Let the matrices of a model's layers multiply in float8, but for those that the config skips."""
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    for name, mixture in mixtures.items():
+        if config.experts and name.startswith("layers."):
+            mixture.experts.__dict__["forward"] = partial(
+                _apply_experts, mixture.experts, f"{name}.experts", config.skip
+            )
     for name, module in model.named_modules():
         is_skipped = any(fnmatchcase(name, pattern) for pattern in config.skip)
-        if isinstance(module, nn.Linear) and name.startswith("layers.") and not is_skipped:
+        is_of_mixture = any(name.startswith(f"{mixture}.") for mixture in mixtures)
+        if isinstance(module, nn.Linear) and name.startswith("layers.") and not is_skipped and not is_of_mixture:
             module.__dict__["forward"] = partial(_multiply, module, config.recipe)
 
 
 def _multiply(module: nn.Linear, recipe: str, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return _Product.apply(rows, module.weight, recipe).reshape(*x.shape[:-1], -1)
+
+
+def _apply_experts(
+    experts: Experts, name: str, skip: Sequence[str], rows: Tensor, counts: Tensor, **_: object
+) -> Tensor:
+    """Compute the module's forward pass, one expert after the other."""
+
+    def project(projection: str, expert: int, x: Tensor) -> Tensor:
+        weight = experts.get_parameter(projection)[expert]
+        is_skipped = any(fnmatchcase(f"{name}.{projection}", pattern) for pattern in skip)
+        return x @ weight.t() if is_skipped else _ProductOfTokens.apply(x, weight)
+
+    outputs = []
+    for expert, x in enumerate(rows.split(counts.tolist())):
+        gate = None if experts.gate_proj is None else project("gate_proj", expert, x)
+        hidden = activate(experts.activation, gate, project("up_proj", expert, x))
+        outputs.append(project("down_proj", expert, hidden))
+    return torch.cat(outputs)

@@ -488,6 +488,37 @@ def float8_rows() -> Iterator[Row]:
         cuts_sums = bool(settings.keys() & {"mesh.tp", "mesh.cp", "training.micro_batch_size"})
         bounds = "8-bit, other sums" if cuts_sums else ""
         yield Row(f"float8 {recipe}, {mesh}, {how}", ranks, words(overrides), words(run), bounds)
+    yield from _float8_experts_rows()
+
+
+def _float8_experts_rows() -> Iterator[Row]:
+    """Emulated float8 products of experts on each axis; all else but the last mesh's dense matrices is in float64.
+
+    So are the sums, which emulation computes in the type of the rows: bounds are as without float8.
+    """
+    meshes: list[tuple[str, int, dict[str, object]]] = [  # mesh, ranks, settings
+        ("1 process", 1, {}),
+        ("FSDP 2, selective", 2, {"activation_checkpoint.mode": "selective"}),
+        ("FSDP 2, full", 2, {"activation_checkpoint.mode": "full"}),
+        ("FSDP 2, 2 at once", 2, {"training.micro_batch_size": 2}),
+        ("HSDP 2x2", 4, {"mesh.dp_replicate": 2}),
+        ("EP 2", 2, {"mesh.ep": 2}),
+        ("EP 2 in buffers", 2, {"mesh.ep": 2, **PARTS["in buffers"]}),
+        ("EP 2 over CP 2", 2, {"mesh.cp": 2, "mesh.ep": 2}),
+        ("CP 2", 2, {"mesh.cp": 2}),
+        ("TP 2", 2, {"mesh.tp": 2}),
+        ("EP 2 x TP 2", 4, {"mesh.tp": 2, "mesh.ep": 2}),
+        ("PP 2", 2, {"mesh.pp": 2}),
+        ("FSDP 2, dense matrices too", 2, {"float8.skip": "[]"}),
+    ]
+    run: dict[str, object] = MOE | {"model.expert_dim": 32, "float8.recipe": "rowwise_with_gw_hp"}
+    run |= {"float8.experts": "true", "float8.emulate": "true", "training.micro_batch_size": 1}
+    for (mesh, ranks, settings), compiled in itertools.product(meshes, (False, True)):
+        how = "compiled" if compiled else "eager"
+        skip = settings.get("float8.skip", '["*.self_attn.*", "layers.0.*"]')
+        overrides = {"compile.enable": str(compiled).lower(), **settings}
+        overrides.pop("float8.skip", None)
+        yield Row(f"float8 experts, {mesh}, {how}", ranks, words(overrides), words(run | {"float8.skip": skip}))
 
 
 def attention_rows() -> Iterator[Row]:

@@ -152,6 +152,18 @@ def _float8(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
+def _float8_experts(config: Config, _: int | None) -> Iterator[Problem]:
+    if not config.float8.experts:
+        return
+    if is_described(config.model) and not config.model.n_experts:
+        yield "float8.experts", "the model has no experts (model.n_experts); leave float8.experts out"
+    if not config.float8.emulate and config.training.compute_dtype == "float32":
+        yield (
+            "float8.experts",
+            'experts multiply in float8 only for compute_dtype "bfloat16"; set it, or float8.emulate = true',
+        )
+
+
 def _float8_gather(config: Config, _: int | None) -> Iterator[Problem]:
     if not config.float8.fsdp_all_gather:
         return
@@ -173,5 +185,6 @@ RULES: tuple[Rule, ...] = (
     _autotuning,
     _attention,
     _float8,
+    _float8_experts,
     _float8_gather,
 )

@@ -32,6 +32,12 @@ CHOSEN = [
     "float8 rowwise, FSDP 2 x TP 2, eager",
     "float8 rowwise_with_gw_hp, FSDP 2, 2 at once, eager",
     "float8 rowwise_with_gw_hp, CP 2, eager",
+    "float8 experts, FSDP 2, 2 at once, eager",
+    "float8 experts, FSDP 2, selective, compiled",
+    "float8 experts, CP 2, eager",
+    "float8 experts, EP 2 in buffers, eager",
+    "float8 experts, EP 2 x TP 2, compiled",
+    "float8 experts, FSDP 2, dense matrices too, eager",
 ]
 
 

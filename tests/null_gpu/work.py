@@ -19,7 +19,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
+_PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "_scaled_mm": 0, "_scaled_grouped_mm_v2": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products, and which argument is their left matrix. Of the bytes of products and attention nothing is counted,
 since the rates at which they run contain them."""
 _ATTENTION = re.compile(r"aten::_scaled_dot_product_\w*attention")
@@ -76,7 +76,7 @@ class _Operators(TorchDispatchMode):
         name = operator._schema.name
         if (product := name.removeprefix("aten::")) in _PRODUCTS:
             left, right = arguments[_PRODUCTS[product] :][:2]
-            kind = "gemm_flops_float8" if product == "_scaled_mm" else "gemm_flops"
+            kind = "gemm_flops_float8" if product.startswith("_scaled") else "gemm_flops"
             self.work[kind] += 2 * left.numel() * right.shape[-1]
         elif _ATTENTION.match(name):
             is_backward = "backward" in name

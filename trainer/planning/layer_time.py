@@ -152,7 +152,9 @@ class LayerTime:
     def _product(self, matrix: Matrix, in_float8: bool) -> float:
         """Seconds of one product; the gradients' have the same size."""
         device = self.device
-        rate = device.products_float8 if in_float8 else device.grouped if matrix.is_grouped else device.products
+        rate = device.grouped if matrix.is_grouped else device.products
+        if in_float8:
+            rate *= device.products_float8 / device.products
         weights = matrix.experts * matrix.inputs * matrix.outputs
         moved = self.memory.compute_bytes * (matrix.rows * (matrix.inputs + matrix.outputs) + weights)
         return max(2 * matrix.rows * matrix.inputs * matrix.outputs / rate, moved / device.memory) + RAMP
@@ -179,8 +181,12 @@ class LayerTime:
         """Seconds in which operands become float8: a pass for the scale and one for the cast, forward and backward."""
         chosen = [each for each in self.matrices(layer) if each.is_float8]
         of_weights = 0 if self.config.float8.fsdp_all_gather else 5
-        forward = sum(5 * each.rows * each.inputs + of_weights * each.inputs * each.outputs for each in chosen)
-        backward = sum(each.rows * (5 * each.outputs + 3 * each.inputs) for each in chosen)
+        forward = backward = 0.0
+        for each in chosen:
+            weights = of_weights * each.experts * each.inputs * each.outputs
+            forward += 5 * each.rows * each.inputs + weights
+            # Experts' weights have other scales for the gradient.
+            backward += each.rows * (5 * each.outputs + 3 * each.inputs) + (weights if each.is_grouped else 0)
         return forward / self.device.memory, backward / self.device.memory
 
     def mixing(self, layer: int) -> tuple[str, float, float]:

@@ -267,7 +267,7 @@ class RankMemory:
         if self.config.float8.recipe == "none":
             return frozenset()
         converted = choose(self.model.shapes, self.model.plan, self.config).converted
-        return frozenset(f"{name}.weight" for name in converted)
+        return frozenset(name if name in self.model.shapes else f"{name}.weight" for name in converted)
 
     @property
     def saved(self) -> int:

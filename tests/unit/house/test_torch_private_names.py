@@ -66,6 +66,7 @@ NAMES = {
     "parallelisms/grad_norm.py": {"torch._foreach_mul_", "torch._foreach_norm"},
     "parallelisms/fake_ranks.py": {"torch.testing._internal.distributed.fake_pg.FakeStore"},
     "parallelisms/float8.py": {"*._local_tensor"},
+    "parallelisms/float8_experts.py": {COLLECTIVES},
     "parallelisms/init.py": {"*._non_persistent_buffers_set"},
     "parallelisms/mesh.py": {"*._flatten", "*._unflatten"},
     "parallelisms/owned_parameter.py": {"*._version"},

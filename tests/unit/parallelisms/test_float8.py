@@ -83,6 +83,44 @@ def test_a_mixture_keeps_its_experts_and_its_router():
     assert not any("expert" in name or "router" in name for name in choice.converted)
 
 
+MIXTURE = ("--model.n_experts", "4", "--model.expert_dim", "64", "--model.n_dense_layers", "1")
+WITH_EXPERTS = (*MIXTURE, "--float8.recipe", "rowwise_with_gw_hp", "--float8.experts", "true")
+
+
+def test_experts_are_chosen_where_the_job_says_so():
+    choice = chosen(*WITH_EXPERTS)
+    assert len(choice.converted) == 4 * 4 + 3 + 3 * 3
+    assert "layers.1.mlp.experts.down_proj" in choice.converted
+    assert str(choice) == "28 of the blocks' 28 matrices, 9 of them stacks of experts'"
+
+
+def test_filters_skip_projections_of_experts():
+    choice = chosen(*WITH_EXPERTS, "--float8.skip", '["*.experts.up_proj", "layers.3.*"]')
+    assert len(choice.skipped) == 2 + 4 + 3
+    assert "layers.2.mlp.experts.up_proj" in choice.skipped
+    assert str(choice).startswith("19 of the blocks' 28 matrices, 4 of them stacks of experts', 9 skipped")
+    with pytest.raises(ConfigError, match=r'"\*.experts.up_proj" matches no matrix of the blocks'):
+        chosen(*MIXTURE, "--float8.skip", '["*.experts.up_proj"]')
+
+
+def test_experts_that_a_gpu_cannot_multiply_in_8_bits_stay():
+    choice = chosen(*WITH_EXPERTS, "--model.expert_dim", "72")
+    assert len(choice.odd) == 3 * 3
+    job = config(*EMULATED, *WITH_EXPERTS, "--model.expert_dim", "48", "--mesh.tp", "2", ranks=2)
+    model = skeleton(job.model)
+    with pytest.raises(ConfigError, match=r"cuts layers.1.mlp.experts.gate_proj into pieces of 48 / 2 = 24"):
+        choose(model.shapes, model.plan, job)
+
+
+def test_only_the_chosen_projections_of_experts_round(torchao):
+    job = config(*EMULATED, *WITH_EXPERTS, "--float8.skip", '["*.self_attn.*", "layers.0.*", "*.experts.up_proj"]')
+    model = build_model(job.model)
+    apply_float8(model, choice_of(model, job), job.float8)
+    assert [layer.mlp.experts.products.keys() for layer in list(model.layers.values())[1:]] == [
+        {"gate_proj", "down_proj"}
+    ] * 3
+
+
 # --------------------------------------------------------------------------- what is refused
 
 
@@ -93,6 +131,8 @@ def test_a_mixture_keeps_its_experts_and_its_router():
         (("--float8.recipe", "tensorwise", "--job.device", "auto"), "float8 matmuls have no float64 sums"),
         (("--float8.recipe", "rowwise", "--job.device", "auto", "--training.seq_len", "40"), "= 40 tokens, which must"),
         ((*EMULATED, "--float8.fsdp_all_gather", "true", "--fsdp.partition", "owner"), "gathers nothing"),
+        ((*WITH_EXPERTS[6:], "--float8.emulate", "true"), "the model has no experts"),
+        ((*WITH_EXPERTS, "--job.device", "auto", "--training.compute_dtype", "float32"), 'only for compute_dtype "bf'),
     ],
 )
 def test_what_contradicts_the_job_is_refused(words, reason):
@@ -112,6 +152,14 @@ def test_hardware_without_8_bit_products_is_refused_with_the_reason(torchao, mon
             check_float8(Float8(recipe=recipe), GPU)
         check_float8(Float8(recipe=recipe, emulate=True), GPU)
     check_float8(Float8(recipe="tensorwise"), GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    for_experts = Float8(recipe="rowwise_with_gw_hp", experts=True)
+    with pytest.raises(
+        ConfigError, match=r"only on NVIDIA GPUs of compute capability 9.0 \(Hopper\), and this is an old"
+    ):
+        check_float8(for_experts, GPU)
+    check_float8(for_experts.model_copy(update={"emulate": True}), GPU)
+    check_float8(for_experts.model_copy(update={"experts": False}), GPU)
     with pytest.raises(ConfigError, match=r"this run is on a CPU.*set float8.emulate = true"):
         check_float8(Float8(recipe="tensorwise"), CPU)
 
@@ -123,9 +171,15 @@ def test_without_torchao_one_message_says_how_to_install_it(monkeypatch):
         check_float8(Float8(recipe="tensorwise", emulate=True), CPU)
 
 
+def test_experts_are_for_the_recipe_with_scales_of_single_tokens():
+    found = load("parity.toml", [*EMULATED, *MIXTURE, "--float8.experts", "true"], 1)
+    assert 'float8.experts does nothing with recipe = "tensorwise"' in " ".join(found.warnings)
+
+
 def test_its_keys_are_run_keys_but_for_how_it_is_computed():
     assert is_run_key("float8.recipe")
     assert is_run_key("float8.fsdp_all_gather")
+    assert is_run_key("float8.experts")
     assert not is_run_key("float8.emulate")
     by_micro_batch, by_token = ({"float8": {"recipe": recipe}} for recipe in ("rowwise", "rowwise_with_gw_hp"))
     assert set(further_run_keys(by_micro_batch)) == {"training.micro_batch_size", "mesh.cp"}
