@@ -92,6 +92,7 @@ def test_the_error_is_that_of_three_bits():
     assert torch.equal(found[1], wide[1])
 
 
+@pytest.mark.slow
 def test_compiled_products_have_the_gradients_of_eager_ones():
     """Those of the op itself, of which a CPU has no kernel but this one."""
 
