@@ -210,7 +210,6 @@ class Llama(nn.Module):
             further_blocks=further,
             save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()) + (_SAVE_OPS_OF_DELTA if recurrent else ()),
             recurrent=recurrent,
-            can_cache=self.config.window is None,
         )
 
     def init_std(self, name: str) -> Initial:

@@ -140,7 +140,7 @@ def _model(dice: random.Random) -> Keys:
     }
     keys |= _some(dice, 0.15, {"model.tie_embeddings": "true"})
     keys |= _some(dice, 0.2, {"model.rope_theta": dice.choice((500.0, 500000.0))})
-    keys |= _some(dice, 0.1, {"model.rope_scaling": "{factor = 8.0, original_seq_len = 16}"})
+    keys |= _some(dice, 0.15, {"model.rope_scaling": dice.choice(_SCALINGS)})
     keys |= _some(dice, 0.1, {"model.norm_eps": 1e-3})
     keys |= _some(dice, 0.2, {"model.init_std": dice.choice((0.05, 0.2))})
     return keys | (_experts(dice, keys) if dice.random() < 0.3 else {})
@@ -167,7 +167,8 @@ def _options(dice: random.Random) -> Keys:
     keys = _some(dice, 0.15, {"model.qk_norm": "full"}) | _some(dice, 0.1, {"model.attention_bias": "true"})
     keys |= _some(dice, 0.1, {"model.attention_gate": "true"}) | _some(dice, 0.1, {"model.query_scale": 3.0})
     keys |= _some(dice, 0.3, {"model.norm_position": dice.choice(("after", "both"))})
-    keys |= _some(dice, 0.1, {"model.norm_offset": "true"}) | _some(dice, 0.1, {"model.embedding_scale": "sqrt_dim"})
+    keys |= _some(dice, 0.1, {"model.norm_offset": "true"})
+    keys |= _some(dice, 0.1, {"model.embedding_scale": dice.choice(("sqrt_dim", 5.0))})
     keys |= _some(dice, 0.3, {"model.activation": dice.choice(("geglu", "relu_squared"))})
     keys |= _some(dice, 0.1, {"model.rope_fraction": 0.5}) | _some(dice, 0.1, {"model.no_rope_every": 2})
     if dice.random() < 0.3:
@@ -176,6 +177,11 @@ def _options(dice: random.Random) -> Keys:
     return keys
 
 
+_SCALINGS = (
+    "{factor = 8.0, original_seq_len = 16}",
+    '{kind = "yarn", factor = 4.0, original_seq_len = 16, attention_factor = 1.3}',
+    '{kind = "linear", factor = 4.0}',
+)
 _NOT_OF_LATENTS = ("qk_norm", "attention_bias", "attention_gate", "rope_fraction")
 """Keys of [model] that latent attention does not have."""
 

@@ -435,6 +435,10 @@ def option_rows() -> Iterator[Row]:
         yield from _both(f"{family}, {{mesh}}, {{how}}", meshes, run, micro_batch=2)
     with_experts = ("EP 2 x TP 2", "EP 2 x PP 2", "EP 2 x CP 2, ring")
     yield from _both("DeepSeek-V3, {mesh}, {how}", with_experts, FAMILIES["DeepSeek-V3"], micro_batch=2)
+    for family in ("Qwen3 with experts", "DeepSeek-V3", "Qwen3-Next"):
+        run = FAMILIES[family] | DOCUMENTS | {"optimizer.name": "muon"}
+        for mesh in ("EP 2 x CP 2 x PP 2 interleaved", "EP 2 x CP 2 x TP 2"):
+            yield _row(f"{family}, {{mesh}}, Muon", mesh, run, micro_batch=2)
     # On four ranks a window reaches back over more than one chunk.
     for option in ("window", "window, every third layer whole", "window, documents"):
         yield from _both(f"{option}, {{mesh}}, {{how}}", ("CP 2 ring", "CP 4 ring"), OPTIONS[option], micro_batch=2)

@@ -53,8 +53,7 @@ def _mix_part(
 ) -> Tensor:
     """`configs.plan.Recurrent.mix` of this rank's part of the sequences; documents: of whole sequences.
 
-    place: this rank, of how many. The chunks of each sequence are computed side by
-    side, as sequences of their own.
+    place: this rank, of how many. The chunks of each sequence are computed side by side, as sequences of their own.
     """
     n_tokens = rows.shape[1]
     reach = module.reach

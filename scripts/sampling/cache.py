@@ -35,7 +35,8 @@ class CachedModel:
         """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
         for module in attention:
             self._layers.append([])
-            module.attend = partial(self._attend, self._layers[-1], module.attend)
+            window = getattr(module, "window", None)
+            module.attend = partial(self._attend, self._layers[-1], window, module.attend)
         self._states: list[list[Any]] = []
         """The state of each recurrent module; empty before `start`."""
         for each in recurrent:
@@ -46,8 +47,8 @@ class CachedModel:
         """Whether all sequences have the same length."""
         self._places = torch.empty(0, dtype=torch.int64)
         """(batch,): the position of each sequence's newest token."""
-        self._mask: Tensor | None = None
-        """(batch, 1, 1, end): the rows of the cache that belong to a sequence; None: all of them, for each."""
+        self._shortest = 0
+        """The position of the newest token of the shortest sequence."""
 
     @torch.no_grad()
     def start(self, prompts: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -72,6 +73,7 @@ class CachedModel:
         self._length = length
         self._end = max(lengths)
         self._places = torch.tensor(lengths, device=self._device) - 1
+        self._shortest = min(lengths) - 1
         return self._logits(tokens.to(self._device), None, self._places)
 
     @torch.no_grad()
@@ -87,8 +89,7 @@ class CachedModel:
             return self._of_whole_sequences()
         self._end = min(self._end + 1, self._length)
         self._places = (self._places + 1).clamp(max=self._length - 1)
-        rows = torch.arange(self._end, device=self._device)
-        self._mask = None if self._is_even else (rows <= self._places[:, None])[:, None, None]
+        self._shortest = min(self._shortest + 1, self._length - 1)
         return self._logits(tokens.to(self._device)[:, None], self._places[:, None], torch.zeros_like(self._places))
 
     def _of_whole_sequences(self) -> Tensor:
@@ -107,8 +108,10 @@ class CachedModel:
 
         return self._model(tokens, positions, loss=at_last)
 
-    def _attend(self, layer: list[Tensor], attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attend to all tokens so far; (batch, heads, seq, head_dim), where seq is 1 after the prompts."""
+    def _attend(
+        self, layer: list[Tensor], window: int | None, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any
+    ) -> Tensor:
+        """Attend to the tokens so far, or the last `window`; (batch, heads, seq, head_dim), seq 1 after the prompts."""
         if not layer:
             # Zeros: a masked row still enters a product with a weight of zero, and must not be NaN.
             layer += [new.new_zeros(*new.shape[:2], self._length, new.shape[3]) for new in (k, v)]
@@ -118,10 +121,17 @@ class CachedModel:
         batch = torch.arange(len(k), device=self._device)
         for cached, new in zip(layer, (k, v), strict=True):
             cached[batch, :, self._places] = new[:, :, 0]
-        keys, values = (cached[:, :, : self._end] for cached in layer)
-        return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=self._mask, enable_gqa=q.shape[1] != keys.shape[1]
-        )
+        first = max(0, self._shortest - window + 1) if window else 0
+        keys, values = (cached[:, :, first : self._end] for cached in layer)
+        seen = None if self._is_even else self._seen(first, window)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=q.shape[1] != keys.shape[1])
+
+    def _seen(self, first: int, window: int | None) -> Tensor:
+        """(batch, 1, 1, end - first): whether each sequence's newest token sees a row of the cache."""
+        rows = torch.arange(first, self._end, device=self._device)
+        newest = self._places[:, None]
+        seen = rows <= newest
+        return (seen & (rows > newest - window) if window else seen)[:, None, None]
 
     def _mix(
         self, kept: list[Any], continued: Continued, rows: Tensor, gates: Tensor, heads: Any, _documents: None

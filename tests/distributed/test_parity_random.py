@@ -105,6 +105,15 @@ def test_every_axis_and_technique_is_drawn():
         ("data.document_mask", "true"),
     }
     assert expected <= keys
+    options = "qk_norm attention_bias attention_gate query_scale window window_pattern window_rope_theta norm_position "
+    options += "norm_offset activation embedding_scale rope_fraction no_rope_every rope_scaling tie_embeddings "
+    options += "multi_token layers attention shared_expert_gate router.n_groups mup_base_dim"
+    assert {f"model.{option}" for option in options.split()} <= {key for key, _ in keys}
+    scalings = [value for key, value in keys if key == "model.rope_scaling"]
+    assert {kind: any(kind in value for value in scalings) for kind in ("yarn", "linear")} == {
+        "yarn": True,
+        "linear": True,
+    }
     assert {len(each.stages) for each in drawn} == {0, 1, 2}
     stages = "".join(stage for each in drawn for stage in each.stages)
     assert all(key in stages for key in ("seq_len", "global_batch_size", "lr_schedule", "data.sources"))

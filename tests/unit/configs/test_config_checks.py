@@ -120,6 +120,14 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "cp 2 x tp 2 = 4 does not divide model.delta.key_heads 2 (2 / 4 = 0.50), of which",
         ),
         (
+            "float8.recipe=rowwise_with_gw_hp float8.emulate=true float8.experts=true",
+            "--float8.experts: the model has no experts (model.n_experts); leave float8.experts out",
+        ),
+        (
+            "float8.recipe=rowwise_with_gw_hp float8.experts=true model.n_experts=4 training.compute_dtype=float32",
+            'experts multiply in float8 only for compute_dtype "bfloat16"; set it, or float8.emulate = true',
+        ),
+        (
             'model.layers=["delta","full"] optimizer.name=muon optimizer.split_heads=true',
             "layers of kind delta (model.layers) have no q_proj, k_proj and v_proj whose rows are heads; leave it out",
         ),

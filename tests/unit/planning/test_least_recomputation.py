@@ -82,6 +82,8 @@ def test_every_kind_of_answer_is_among_those_limits(six_layers):
     [
         pytest.param("mixtral_8x7b.toml", 64, ("--compile.enable", "false"), marks=pytest.mark.slow),
         pytest.param("deepseek_moe_16b.toml", 32, (), marks=pytest.mark.slow),
+        ("qwen3_next_80b_a3b.toml", 64, ()),
+        ("gemma3_1b.toml", 8, ()),
         ("llama_8b.toml", 8, ("--mesh.pp", "4", "--pipeline.split", "[9, 8, 8, 7]")),
         ("llama_8b.toml", 8, ("--mesh.pp", "4", "--pipeline.schedule", "interleaved_1f1b")),
         ("llama_8b.toml", 8, ("--mesh.pp", "2", "--pipeline.schedule", "zero_bubble_v", "--compile.enable", "false")),

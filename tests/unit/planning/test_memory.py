@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from configs.layout import MeshSizes
+from configs.layout import MeshSizes, mesh_sizes
+from configs.load import load
 from configs.own_code import admit
 from configs.schema import Config
 from models import build_model
@@ -265,3 +266,14 @@ def test_llama_7b_is_near_the_published_peak(mode, batch, published):
         activation_checkpoint={"mode": mode, "save_every_nth_matmul": 2 if mode == "selective" else 1},
     )
     assert estimate_memory(settings, MeshSizes(1, 8, 1), "cuda").device / GIB == pytest.approx(published, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "gib"),
+    [("qwen3_30b_a3b.toml", 16, 34.5), ("qwen3_235b_a22b.toml", 256, 25.5), ("deepseek_v3.toml", 2048, 33.9)],
+)
+def test_large_mixtures_fit_gpus_of_80_gb(name, ranks, gib):
+    """What docs/models.md says of them."""
+    config = load(name, (), ranks).config
+    assert estimate_memory(config, mesh_sizes(config, ranks), "cuda").device / GIB == pytest.approx(gib, abs=0.05)
