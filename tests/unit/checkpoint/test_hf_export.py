@@ -42,11 +42,11 @@ def test_transformers_computes_the_same(tmp_path, name, max_shard_bytes):
         expected, logits = ours(tokens), theirs(tokens).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    start = tokens[:1, :4]
-    generated = theirs.generate(start, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    start = tokens[:1, :5]
+    generated = theirs.generate(start, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = start
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(10):  # beyond a window, which is of 9 tokens
             expected = torch.cat((expected, ours(expected)[:, -1:].argmax(-1)), dim=1)
     assert generated.tolist() == expected.tolist()
     assert theirs.generation_config.eos_token_id == 2
