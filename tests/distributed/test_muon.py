@@ -80,7 +80,7 @@ EP = ("--mesh.ep", "2")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        pytest.param((4, ()), (4, TP), id="FSDP 4 to FSDP 2 x TP 2"),
+        pytest.param((4, ()), (4, TP), marks=pytest.mark.slow, id="FSDP 4 to FSDP 2 x TP 2"),
         pytest.param((4, HSDP), (2, owners(2)), marks=pytest.mark.long, id="HSDP 2x2 to owner 2"),
         pytest.param((4, owners(2, *TP)), (4, ()), marks=pytest.mark.slow, id="owner 2 x TP 2 to FSDP 4"),
         pytest.param((4, (*EP, *EXPERTS)), (2, EXPERTS), marks=pytest.mark.slow, id="EP 2 x FSDP 2 to FSDP 2"),
