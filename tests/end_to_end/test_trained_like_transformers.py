@@ -50,7 +50,7 @@ init_from = "imported"
 [metrics]
 interval = 1
 """
-BOUNDS = {"qwen3_next_moe": 1e-12, "qwen2_moe": 1e-6, "gemma3": 1e-6, "deepseek_v3": 1e-6}
+BOUNDS = {"qwen3_next_moe": 1e-12, "qwen2_moe": 1e-6, "gemma3": 1e-5, "deepseek_v3": 1e-6}
 """Of losses and norms: transformers casts norms, attention and routers to float32. Qwen3-Next's source is without its
 casts; Keel's float64 is then equal to 3e-15 in all steps."""
 
