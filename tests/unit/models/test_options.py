@@ -43,7 +43,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
         expected = gradients[renamed].double()  # theirs has some routers in float32
         scale = expected.abs().max()
         assert scale > 0
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=20 * bound * float(scale))
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=100 * bound * float(scale))
         compared += 1
     assert compared == len(gradients) - sum(".experts." in each for each in gradients)
 
