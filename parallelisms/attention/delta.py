@@ -88,28 +88,37 @@ def _why_not(config: Config, device: torch.device, tries: bool = True) -> str:
     delta = config.model.delta
     is_in_chunks = passes_states(config)
     ranks = config.mesh.tp if is_in_chunks else config.mesh.tp * config.mesh.cp
-    value_dim = delta.value_head_dim + (delta.key_head_dim if is_in_chunks else 0)
-    heads = (delta.key_heads // ranks, delta.value_heads // ranks, delta.key_head_dim, value_dim)
-    if heads not in _outcomes and tries:
+    heads = (delta.key_heads // ranks, delta.value_heads // ranks, delta.key_head_dim, delta.value_head_dim)
+    if (*heads, is_in_chunks) not in _outcomes and tries:
         chunks = 2 * config.mesh.cp if is_in_chunks else 1
         batch = micro_batch_size(config.training) * min(2, chunks)
-        _outcomes[heads] = _outcome(batch, config.training.seq_len // chunks, *heads, device)
-    return _outcomes.get(heads, _NOT_TRIED)
+        seq_len = config.training.seq_len // chunks
+        _outcomes[*heads, is_in_chunks] = _outcome(batch, seq_len, *heads, device, is_in_chunks)
+    return _outcomes.get((*heads, is_in_chunks), _NOT_TRIED)
 
 
 _outcomes: dict[tuple[int, ...], str] = {}
-"""What went wrong in the kernels by heads and widths, for which they are tuned; empty if nothing did."""
+"""What went wrong in the kernels by heads and widths, for which they are tuned, and whether a memory comes first; empty
+if nothing did."""
 
 
 def _outcome(
-    batch: int, seq_len: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, device: torch.device
+    batch: int,
+    seq_len: int,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    device: torch.device,
+    has_memory: bool = False,
 ) -> str:
     """Try the kernels, of which the package refuses some versions of Triton, on as many tokens as a step's.
 
-    It tunes them, too: on fewer tokens, it would choose kernels that are slow on many.
+    It tunes them, too: on fewer tokens, it would choose kernels that are slow on many. `has_memory`: whether to begin
+    with a memory that is found from what the tokens make of it.
     """
     keys = (batch, seq_len, key_heads)
-    values = (batch, seq_len, value_heads)
+    values = (*keys, value_heads // key_heads)
     try:
         q, k, v = (
             torch.randn(*heads, width, device=device, dtype=_DTYPE, requires_grad=True)
@@ -117,7 +126,8 @@ def _outcome(
         )
         log_decay, strength = (torch.zeros(values, device=device, requires_grad=True) for _ in range(2))
         given = q, k, v, log_decay, strength
-        torch.autograd.grad(_delta_rule(*given, None)[0].float().sum(), given)
+        memory = (lambda kept, gained: kept @ gained) if has_memory else None
+        torch.autograd.grad(by_kernels(*given, None, memory).float().sum(), given)
     except Exception as error:  # of a package and a compiler
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"{_NAME} refuses: {' '.join(said.split())}"

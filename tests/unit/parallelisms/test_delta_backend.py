@@ -82,3 +82,18 @@ def test_kernels_are_tried_once_and_a_plan_tries_nothing(monkeypatch):
     [(batch, seq_len, key_heads, value_heads, *_)] = tried
     assert (batch, seq_len) == (config.training.micro_batch_size, config.training.seq_len)
     assert (key_heads, value_heads) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    # Sequences of 32 tokens on 2 ranks: two chunks of 8 each, with all heads, or whole ones with half of the heads.
+    [("gather", (4, 8, 2, 4, True)), ("ring", (4, 8, 2, 4, True)), ("all_to_all", (2, 32, 1, 2, False))],
+)
+def test_kernels_are_tried_on_what_a_rank_of_context_parallelism_computes(monkeypatch, method, expected):
+    tried = []
+    monkeypatch.setattr(delta, "_outcomes", {})
+    monkeypatch.setattr(delta.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(delta, "_outcome", lambda *given: tried.append((*given[:4], given[-1])) or "")
+    words = ("--mesh.cp", "2", "--context.method", method, "--training.micro_batch_size", "2")
+    assert computes_by_kernels(job(*HYBRID, *BFLOAT16, *words), GPU)
+    assert tried == [expected]
