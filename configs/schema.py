@@ -337,9 +337,7 @@ class Float8(Table):
     skip: Annotated[list[Pattern], only_with("recipe", *_FLOAT8)] = []
     """Shell-style patterns of matrices that stay in compute_dtype, e.g. "layers.0.*" or "*.o_proj"; matching nothing is
     an error. Embedding and head always stay."""
-    experts: Annotated[
-        bool, only_with("recipe", "rowwise_with_gw_hp", reason="whose scales are not of single tokens")
-    ] = False
+    experts: Annotated[bool, only_with("recipe", "rowwise_with_gw_hp")] = False
     """Multiply a mixture's experts in float8, too, with a scale for each row."""
     fsdp_all_gather: Annotated[bool, only_with("recipe", "tensorwise", reason="which has no scale for a tensor")] = (
         False
