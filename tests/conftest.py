@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.cpu_time import pytest_runtest_call  # noqa: F401 - pytest finds it here
+pytest_plugins = ["tests.cpu_time", "tests.time_budget"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, since a busy machine is no error. The same examples each time, so that whether a change may land does not
@@ -21,6 +21,7 @@ settings.load_profile("keel")
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the case that takes the longest, or one worker ends with it long after the others."""
     items.sort(key=lambda item: "test_documented_commands" not in item.nodeid)
