@@ -29,6 +29,7 @@ def averages(folder):
     return {name: read_tensor(folder, metadata, name) for name in names}
 
 
+@pytest.mark.slow
 def test_two_ranks_round_as_one_does(ranks, tmp_path):
     stays = run_to(ranks, 1, tmp_path / "stays", 3, ROUNDED)
     assert not list(compare(run_to(ranks, 2, tmp_path / "two", 3, ROUNDED), stays))

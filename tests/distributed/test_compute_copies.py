@@ -102,6 +102,7 @@ def run(by, overrides):
     return seen, {name: getattr(tensor, "_local_tensor", tensor).clone() for name, tensor in learner.state().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     marked(

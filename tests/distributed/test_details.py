@@ -130,6 +130,7 @@ def test_against_plain_pytorch(ranks, one_process, tmp_path):
     assert not any(key in record for key in KEYS for record in records(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     marked(

@@ -282,6 +282,7 @@ def row_of_hf(folder: Path) -> Row:
     return Row("EP 2 x FSDP 2", 4, words(machine), hf_words(write_config(folder / "config", "qwen3_moe")))
 
 
+@pytest.mark.slow
 @NEEDS_TRANSFORMERS
 def test_each_rank_writes_its_own_experts_of_hugging_face(ranks, tmp_path):
     assert_own_experts_written(ranks, row_of_hf(tmp_path), tmp_path / "saved", {"gate_up_proj", "down_proj"})

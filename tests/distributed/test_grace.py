@@ -180,6 +180,7 @@ def test_a_save_that_is_under_way_is_let_end(ranks, tmp_path):
     assert (seen["status"]["state"], seen["status"]["step"], seen["steps"]) == ("preempted", 2, [2])
 
 
+@pytest.mark.slow
 def test_a_launchs_first_step_has_nothing_to_save(ranks, tmp_path):
     results = ranks(2, stop_in, str(tmp_path / "run"), SOON, 1, AFTER_FORWARD)
     assert [(state, step) for state, step, _ in results] == [("preempted", 1)] * 2

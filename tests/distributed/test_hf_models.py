@@ -54,6 +54,7 @@ def test_fsdp_is_transformers(ranks, tmp_path, family):
     assert_equal(ranks, 2, folder, FSDP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     marked(
@@ -69,6 +70,7 @@ def test_tensor_parallel_is_transformers(ranks, tmp_path, family):
 EP = (*FSDP, "--mesh.ep", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "start", "end"),
     [
@@ -104,6 +106,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", marked(STAGES, slow=["llama", "mixtral", "deepseek_v3", "granite"]))
 def test_pipeline_is_transformers(ranks, tmp_path, family):
     """Gemma's and GPT-2's embeddings are scaled or added to before the layers, which only the first stage may do."""
@@ -122,6 +125,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", marked(SCHEDULES, slow=[name for name in SCHEDULES if name != "1f1b x TP 2"]))
 def test_every_schedule_is_transformers(ranks, tmp_path, schedule):
     if schedule == "zero-bubble" and not has_zero_bubble():
@@ -133,6 +137,7 @@ def test_every_schedule_is_transformers(ranks, tmp_path, schedule):
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", marked(WITH_EXPERTS, slow=["mixtral", "deepseek_v3", "olmoe"]))
 def test_expert_parallel_is_transformers(ranks, tmp_path, family):
     """DeepSeek's mixtures have shared experts; those of GPT-OSS have biases, and gate and up features in turns."""
@@ -152,6 +157,7 @@ ON_EXPERTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "technique",
     # Compiled, the loads below and rows of test_parity.py find the same.
@@ -187,6 +193,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "technique",
     marked(SPLIT, slow=[name for name in SPLIT if name not in ("FSDP 2 x TP 2", "compiled")], long=["compiled"]),
@@ -305,6 +312,7 @@ PACKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", marked(PACKED, slow=[name for name in PACKED if name != "CP 2 gather x TP 2"]))
 def test_packed_documents_are_transformers_of_each_document(ranks, tmp_path, mesh):
     folder = write_config(tmp_path / "qwen3", "qwen3")
@@ -321,6 +329,7 @@ OF_FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", marked(OF_FAMILIES, slow=["llama", "mixtral", "deepseek_v3", "granite"]))
 def test_packed_documents_of_families(ranks, tmp_path, family):
     folder = write_config(tmp_path / family, family, **{"sliding_window": 3} if family == "gemma3_text" else {})
@@ -374,6 +383,7 @@ OF_CASTS = {"bound": 2e-6, "of_weights": 5e-5}
 """Of families whose softmax, norms or rotations are in float32."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", marked([(), DOCUMENTS], slow=[()]), ids=["whole", "documents"])
 @pytest.mark.parametrize("family", marked(SEEN, slow=[name for name in SEEN if name != "gpt_oss"]))
 def test_every_mask_is_transformers_of_whole_sequences(ranks, tmp_path, family, run):
@@ -415,6 +425,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", marked(MESHES, slow=["DDP 2", "HSDP 2x2", "ZeRO 1", "ZeRO 2", "owner partition"]))
 def test_every_technique_is_transformers(ranks, tmp_path, mesh):
     folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False)

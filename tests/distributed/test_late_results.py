@@ -230,6 +230,7 @@ def train_on_a_slow_device(folder: str) -> dict:
         return train(folder, True, {}, ("--metrics.interval", "1"))
 
 
+@pytest.mark.slow
 def test_a_step_before_a_save_or_a_validation_takes_as_long_as_others(ranks, tmp_path):
     ranks(2, train_on_a_slow_device, str(tmp_path / "run"))
     seconds = {record["step"]: record["step_seconds"] for record in records(tmp_path / "run")}

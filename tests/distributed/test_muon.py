@@ -63,6 +63,7 @@ def exchanged(words):
     return worst, gather(mapped, learner.mesh.stage.get_group()), everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_each_matrix_is_mapped_whole_by_one_rank(ranks, name):
     n, mesh = MESHES[name]

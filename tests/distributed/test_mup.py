@@ -17,6 +17,7 @@ def trained(words):
     return train(learner, 0, STEPS), weights(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [(), MUON], ids=["adamw", "muon"])
 def test_the_base_trains_as_without(ranks, optimizer):
     words = (*optimizer, "--model.tie_embeddings", "true", "--training.micro_batch_size", "4")

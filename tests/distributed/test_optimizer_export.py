@@ -105,6 +105,7 @@ def test_the_next_learning_rate_and_the_moments_type(ranks, tmp_path):
 BY_OWNER = "--fsdp.partition owner --mesh.dp_replicate 4 --mesh.ep 2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "mesh"), [(2, ""), pytest.param(4, BY_OWNER, marks=pytest.mark.slow)], ids=["FSDP 2", "owner 4 x EP 2"]
 )
@@ -165,6 +166,7 @@ def gathered_bytes(output):
     return sum(tensor.nbytes for entry in entries for tensor in entry.values() if not tensor.is_meta)
 
 
+@pytest.mark.slow
 def test_what_the_memory_has_no_room_for(ranks, tmp_path, capsys, monkeypatch):
     checkpoint = train(ranks, 2, tmp_path / "run", EXPERTS, last=1)
     export(checkpoint, tmp_path / "all")

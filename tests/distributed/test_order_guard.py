@@ -50,6 +50,7 @@ def guarded_step(words: tuple[str, ...], is_swapped: bool = False) -> tuple[str,
     return said, changed, [issued.what for issued in compared]
 
 
+@pytest.mark.slow
 def test_two_swapped_gathers_stop_the_run_before_the_update(ranks):
     # A prefetched group would be gathered twice by the rank that goes another way, and the sizes would fit no more.
     words = ("--comm.prefetch", "0")

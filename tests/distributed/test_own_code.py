@@ -56,6 +56,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", marked(MESHES, slow=["interleaved stages", "owner partition", "compiled"], long=["compiled TP 2"])
 )
@@ -64,12 +65,14 @@ def test_a_model_of_ones_own_is_the_same_on_every_mesh(ranks, tmp_path, job, mes
     assert_equal(ranks, n_ranks, job, tmp_path, words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [FSDP, (*TP, *PP)])
 def test_documents_are_separate_in_a_model_of_ones_own(ranks, tmp_path, job, mesh):
     documents = ("--data.document_mask", "true", "--data.sources.0.document_length", "8")
     assert_equal(ranks, 2 if mesh == FSDP else 4, job, tmp_path, mesh, (*WORDS, *documents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(FSDP, TP), (TP, PP)])
 def test_a_checkpoint_moves_to_another_mesh(ranks, tmp_path, job, first, then):
     (tmp_path / "state").mkdir()
@@ -133,6 +136,7 @@ def rate(schedule, step):
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "mesh"),
     [
@@ -148,6 +152,7 @@ def test_code_of_ones_own_is_its_formula(ranks, tmp_path, job, words, mesh):
     assert_equal(ranks, 4 if mesh == (*TP, *PP) else 2, job, tmp_path, mesh, (*WORDS, *words), by_formulas)
 
 
+@pytest.mark.slow
 def test_the_native_model_takes_them_where_sequences_are_split(ranks, tmp_path, job):
     """Its head and its loss get slices of the sequence, and the loss needs the logits of all ranks."""
     assert_equal(ranks, 2, job, tmp_path, TP, (*RULE, *LOSS), by_formulas)

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -60,6 +61,7 @@ def test_the_others_are_ended_and_say_why(ranks, tmp_path):
     assert watchdogs.GRACE_SECONDS + 2 * PERIOD_SECONDS < 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_as_it_should_ends_no_other(ranks, tmp_path):
     told = ranks(3, wait_where_no_error_comes, str(tmp_path), "in time")
     assert [named for named, _ in told] == [[], [], []]

@@ -255,6 +255,7 @@ def test_bytes_of_state(ranks, options):
         assert max(here) < 1.1 * sum(here) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -453,6 +454,7 @@ def freeze_and_unfreeze(words):
     return losses, weights(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(MUON, marks=pytest.mark.slow)], ids=["AdamW", "Muon"])
 def test_freezing_and_unfreezing(ranks, options):
     expected = ranks(1, freeze_and_unfreeze, owners(1, *options) if options else ())[0]

@@ -206,7 +206,15 @@ def test_the_table_is_whole():
             "OLMo 3, CP 2 all_to_all, eager",
             "gate, squared relu, experts, window, CP 2 x TP 2, eager",
             "delta, TP 2",
+            "delta, PP 2",
             "delta, documents over chunks, CP 2",
+            "qk_norm, TP 2, eager",
+            "qk_norm over all heads, TP 2",
+            "window, documents, CP 2",
+            "owner over cp 2 x PP 2 zero-bubble, Muon",
+            "attention by flash2, CP 2, all_to_all",
+            "chosen by little memory, FSDP 2",
+            "ZeRO 1, 4 ranks",
         ],
         # Each of their axes has another row, and `parity.py --random`, which .ci/run has as well, draws them all.
         long=[
@@ -278,6 +286,7 @@ def test_the_same_in_float32(ranks):
     assert_parity(ranks, [ROWS[name] for name in names], "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     marked(

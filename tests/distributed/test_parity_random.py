@@ -136,6 +136,7 @@ def test_a_refusal_is_no_fault(ranks):
     assert not outcome.fault
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_zero_bubble(), reason="this torch has no such schedule")
 def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
     """With four stages in a V, the ranks of a pipeline fill DTensor's caches with different operations."""
@@ -152,6 +153,7 @@ STAGED = Draw(
 )
 
 
+@pytest.mark.slow
 def test_a_draw_with_a_stage_is_right(ranks):
     assert attempt(Pool(ranks), CONFIG, STAGED) == Outcome()
 
@@ -163,6 +165,7 @@ def as_if_the_job_had_no_stages(function, *arguments):
         return function(*arguments)
 
 
+@pytest.mark.slow
 def test_keys_of_a_stage_that_have_no_effect_are_found(ranks):
     found = attempt(Pool(ranks, as_if_the_job_had_no_stages), CONFIG, STAGED)
     assert "from the reference: loss" in found.fault

@@ -20,6 +20,7 @@ CHOSEN = [  # `scripts/parity.py --rows "QK-clip*"` runs all
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CHOSEN, slow=CHOSEN[1:]))
 def test_the_mesh_does_not_change_it(ranks, name):
     assert_parity(ranks, [ROWS[name]])

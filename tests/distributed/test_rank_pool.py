@@ -96,6 +96,7 @@ def wait_for_rank_one() -> None:
     torch.distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_a_time_out_says_where_the_other_ranks_are():
     pool = RankPool(size=2, timeout_seconds=3)
     try:

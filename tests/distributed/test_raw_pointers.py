@@ -112,6 +112,7 @@ def calls_of_a_step(overrides: tuple[str, ...]) -> tuple[set[str], int]:
     return layouts.calls, exchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", marked(CASES, slow=["CP 2 gather", "CP 2 all_to_all", "CP 2 gather, documents", "TP 2"])
 )

@@ -88,6 +88,7 @@ CASES = {f"{kind}, {mesh}": (kind, *MESHES[mesh]) for kind in WORDS for mesh in 
 QUICK = ("Adamax, 1 process", "NAdam, FSDP 2", "RMSprop, owner 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", marked(CASES, slow=[case for case in CASES if case not in QUICK]))
 def test_a_run_is_that_of_the_class_alone(ranks, tmp_path, case):
     kind, n, mesh = CASES[case]

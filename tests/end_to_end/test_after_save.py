@@ -51,6 +51,7 @@ def said(run: Path, name: str) -> list[str]:
     return [line[line.index(f"{name} after step") :] for line in lines if f"{name} after step" in line]
 
 
+@pytest.mark.slow
 def test_commands_run_in_order_and_leave_what_they_wrote(tmp_path):
     """A folder's name, whatever is in it, is one word, and nothing in it is run or replaced."""
     folder = tmp_path / "a b; touch hacked; $(touch hacked) {step}'"
@@ -82,6 +83,7 @@ def test_a_command_sees_neither_gpu_nor_launch_nor_secret(tmp_path, monkeypatch)
     assert not {"KEEL_SECRET", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_PORT"} & found.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_kept_until_its_commands_have_run(tmp_path, mode):
     words = ("--checkpoint.keep_last", "1", "--checkpoint.mode", mode)
@@ -91,6 +93,7 @@ def test_a_checkpoint_is_kept_until_its_commands_have_run(tmp_path, mode):
     assert steps_in(tmp_path / "run/checkpoints") == [7]
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_a_warning_and_leaves_its_log_alone(tmp_path):
     command = """sh -c 'touch "$1/half"; echo began; echo no such luck >&2; test $2 -ne 10' sh {output} {step}"""
     assert launch_here(tmp_path, *after_save(luck=(command, 10), silent=("false", 10)), *saving(10)) == 0
@@ -123,6 +126,7 @@ def test_a_program_that_vanishes_is_a_warning(tmp_path):
     assert f"continues: {program} can't be started: No such file" in said(tmp_path / "run", "mine")[1]
 
 
+@pytest.mark.slow
 def test_what_a_stop_interrupts_the_next_launch_runs(tmp_path):
     """The command, which would take ten minutes, ends with the run; those that waited for it are not lost."""
     words = (*after_save(task=SLEEP), *saving(5, 100_000), "--job.grace_seconds", "30")
@@ -160,6 +164,7 @@ def test_a_command_ends_with_a_run_that_is_killed(tmp_path):
     assert not list((tmp_path / "run/after_save").glob("*/*.tmp"))
 
 
+@pytest.mark.slow
 def test_going_back_sets_aside_what_belongs_to_later_steps(tmp_path):
     run = tmp_path / "run"
     assert launch_here(tmp_path, *after_save(copy=COPY), *saving()) == 0

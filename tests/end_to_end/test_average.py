@@ -116,6 +116,7 @@ def test_the_mean_of_the_last_on_every_mesh_and_after_stops(tmp_path, case):
         torch.testing.assert_close(mean, computed[name], rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_of_another_kind_it_begins_anew_where_that_is_allowed(tmp_path):
     plain = "--checkpoint.interval 0 --job.output_dir run --average.interval 1"
     launch(tmp_path, f"{plain} --training.steps 3")
@@ -128,6 +129,7 @@ def test_of_another_kind_it_begins_anew_where_that_is_allowed(tmp_path):
         assert found.tolist() == ([step] + [0] * (last - 1) if last else 1)
 
 
+@pytest.mark.slow
 def test_it_can_be_added_to_a_run_and_left_out_where_that_is_allowed(tmp_path):
     """Its first update then copies the weights; without the permission, the key is named."""
     plain = "--checkpoint.interval 0 --job.output_dir run"

@@ -183,6 +183,7 @@ def test_the_summary_and_what_does_not_fit_come_before_a_weight_is_drawn(tmp_pat
     assert "Traceback" not in told.err
 
 
+@pytest.mark.slow
 def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
     text = tmp_path / "text"
     text.mkdir()
@@ -233,6 +234,7 @@ def test_a_folder_whose_name_is_too_long(tmp_path: Path, capsys):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_run_that_was_another(tmp_path: Path):
     tiny = TEXT.with_name("tiny.toml")
     launch(tmp_path, "--training.steps 3")

@@ -47,6 +47,7 @@ def steps_saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_file_cut_short_is_an_error_and_no_bus_error(tmp_path: Path):
     file = make_web(tmp_path)
     process = start(tmp_path, f"{typed(web_words())} --training.steps 1000000 --metrics.tensorboard false")

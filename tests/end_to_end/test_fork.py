@@ -38,6 +38,7 @@ def test_a_fork_that_changes_nothing_is_the_run(tmp_path, run, capsys):
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_fork_needs_nothing_of_its_run_and_is_resumed_as_it_was_made(tmp_path, run, capsys, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

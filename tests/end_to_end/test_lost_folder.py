@@ -50,6 +50,7 @@ def test_what_is_replaced_takes_the_place_of_links_and_pipes(tmp_path: Path):
     assert not [path for path in (tmp_path / "run").iterdir() if path.is_symlink()]
 
 
+@pytest.mark.slow
 def test_a_persons_own_links_to_larger_disks_and_copies_by_hard_links_work(tmp_path: Path):
     """The run folder and `checkpoints` may be links; a copy made by `cp -al` is a run of its own."""
     for name in ("disk", "large"):

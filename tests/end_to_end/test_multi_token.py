@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import assert_same_tensors, curve, launch_here, records, tensors
 
 KEYS = ("--model.multi_token.depth", "2", "--training.steps")
@@ -9,6 +11,7 @@ VALIDATION = ("--validation.interval", "10", "--validation.sequences", "8")
 SOURCES = ("--validation.sources", '[{name = "noise", kind = "synthetic"}]')
 
 
+@pytest.mark.slow
 def test_losses_are_logged_apart_and_a_stop_leaves_no_trace(tmp_path: Path):
     assert launch_here(tmp_path / "straight", *KEYS, "20", *VALIDATION, *SOURCES) == 0
     for steps in ("7", "20"):

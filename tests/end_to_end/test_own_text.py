@@ -11,6 +11,7 @@ from trainer.data.tokenizer import load_tokenizer
 N_TEXTS = 60
 
 
+@pytest.mark.slow
 def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text, tokens = tmp_path / "text", tmp_path / "tokens"
     text.mkdir()

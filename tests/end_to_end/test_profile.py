@@ -50,6 +50,7 @@ def assert_parts(found, micro_batches: int, steps: int = 3) -> None:
     assert all(any(step in update for update in found["update"]) for step in found["Optimizer.step#RowAdamW.step"])
 
 
+@pytest.mark.slow
 def test_a_plain_run_and_one_without_a_trace(tmp_path):
     assert launch_here(tmp_path, *TRACED.split()) == 0
     assert_parts(ranges_of(tmp_path), micro_batches=4)
@@ -59,6 +60,7 @@ def test_a_plain_run_and_one_without_a_trace(tmp_path):
     assert not (tmp_path / "plain/run/profile").exists()
 
 
+@pytest.mark.slow
 def test_gathers_and_reductions_of_fsdp(tmp_path):
     launch(tmp_path, f"{TRACED} --activation_checkpoint.mode full", ranks=2)
     found = ranges_of(tmp_path)
@@ -91,6 +93,7 @@ def test_a_pipeline_names_its_passes(tmp_path, schedule):
     assert len(found["backward"]) == 3 * 4 * (2 if schedule == "interleaved_1f1b" else 1)
 
 
+@pytest.mark.slow
 def test_a_broadcast_of_owners_is_part_of_the_update(tmp_path):
     launch(tmp_path, f"{TRACED} --fsdp.partition owner --mesh.dp_replicate 2 --mesh.dp_shard 1", ranks=2)
     found = ranges_of(tmp_path)

@@ -83,6 +83,7 @@ def test_another_mesh_and_world_size_go_on_with_the_same_curve(tmp_path: Path):
         assert (ours[name] - tensor).norm() <= 1e-10 * tensor.norm(), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_before_the_end_cuts_the_metrics_back(tmp_path: Path):
     """Steps 11 to 14 were logged and lost, as after a kill: they are trained anew and stand there once."""
     run = tmp_path / "run"

@@ -28,6 +28,7 @@ def assert_preempted(run: Path, by: str) -> int:
     return found["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGUSR1])
 def test_one_process(tmp_path: Path, number: signal.Signals):
     process = start(tmp_path, LONG)
@@ -65,6 +66,7 @@ def test_under_torchrun(tmp_path: Path, target: str):
     assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, step + 3))
 
 
+@pytest.mark.slow
 def test_while_data_is_prepared(tmp_path: Path):
     (tmp_path / "text").mkdir()
     for number in range(20):

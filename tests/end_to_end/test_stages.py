@@ -100,6 +100,7 @@ def test_each_stage_begins_where_it_says(folder: Path):
     assert "step 14 begins stage 3: 8 sequences of 24 tokens per step" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in one process", pytest.param("compiled", marks=pytest.mark.long)])
 def test_stops_in_each_stage_and_at_its_borders_leave_no_trace(folder: Path, mode):
     words = "--compile.enable true" if mode == "compiled" else ""

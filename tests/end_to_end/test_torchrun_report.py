@@ -31,6 +31,7 @@ os._exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -30,6 +30,7 @@ def test_the_check_names_it_on_every_mesh(ranks, tmp_path, name):
         assert f'"tests.planted.optimizers:{name}" does not update each element by itself' in outcome.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["NormedIfLarge", pytest.param("NormedIfLargeRule", marks=pytest.mark.slow)])
 def test_what_the_check_does_not_see_is_wrong_on_a_mesh(ranks, tmp_path, name):
     outcome = prover_of_one_step(ranks, tmp_path, name).outcome(SHARDED)

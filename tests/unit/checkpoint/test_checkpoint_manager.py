@@ -387,6 +387,7 @@ def test_an_error_after_a_save_does_not_make_it_fail(tmp_path, monkeypatch):
     assert any("can't look for checkpoints to remove" in line for line in log), log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["data", pytest.param("manifest", marks=pytest.mark.slow), pytest.param("rename", marks=pytest.mark.slow)]
 )

@@ -284,6 +284,7 @@ def test_a_job_file_of_thousands_of_tables_takes_seconds(tmp_path):
         load(str(tmp_path / "job.toml"))
 
 
+@pytest.mark.slow
 def test_thousands_of_mistakes_are_not_all_explained(tmp_path):
     (tmp_path / "job.toml").write_text("".join(f"[table{n}]\nx = 1\n" for n in range(8_000)))
     with soon(), pytest.raises(ConfigError, match=r"unknown table \[table0\]"):

@@ -224,6 +224,7 @@ JOBS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(JOBS, st.booleans())
 def test_the_resolved_config_loads_back_equal(tmp_path, values, with_origins):

@@ -362,6 +362,7 @@ def test_options_complete_the_job_and_the_command_line_survives_another_architec
     assert load(job, ["--model.architecture", "wrong_code:Good"]).config.model.options["scale"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_stored_config_imports_nothing(tmp_path):
     (tmp_path / "stored_code.py").write_text("open('imported', 'w').close()\n")
     (tmp_path / "config.toml").write_text(

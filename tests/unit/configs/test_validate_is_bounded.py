@@ -43,6 +43,7 @@ def validate(*words: str, ranks: int | None = None) -> str:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -110,6 +110,7 @@ def straight(corpus):
 CUTS = [(dp, b) for dp in (1, 2, 3, 4, 6) for b in (1, 2, 3, 4, 6, 12) if GLOBAL_BATCH % (dp * b) == 0]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(CUTS), st.integers(1, 3)), min_size=1, max_size=3), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_samples_are_the_same_at_any_ranks_micro_batch_and_resume(corpus, straight, launches, keep_states):

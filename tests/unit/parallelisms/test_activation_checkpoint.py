@@ -120,6 +120,7 @@ def test_backward_recomputes_exactly_what_is_asked(settings, again, attentions, 
 COMPILED = [0, 1, 3, 5, 7, 9, 11]  # a compilation takes a second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "again", "attentions", "layers"), [CASES[i] for i in COMPILED], ids=[IDS[i] for i in COMPILED]
 )
@@ -143,6 +144,7 @@ def test_compiled_backward_recomputes_the_same_without_breaks_or_recompiles(sett
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_compiled_models_of_different_selections_do_not_share_a_graph():
     torch._dynamo.reset()
     flops = []
@@ -226,6 +228,7 @@ def test_modes_order_the_memory_of_compiled_blocks():
     assert sizes == sorted(set(sizes))
 
 
+@pytest.mark.slow
 def test_budget_limits_the_memory_of_compiled_blocks_and_of_nothing_else():
     sizes = {b: compiled_saved_bytes({"mode": "budget", "memory_budget": b}) for b in (0.0, 0.4, 1.0)}
     assert sizes[0.0] < sizes[0.4] < sizes[1.0] == compiled_saved_bytes({})

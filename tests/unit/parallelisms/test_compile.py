@@ -16,6 +16,7 @@ SHAPE = Model(dim=24, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=4
 TOKENS = torch.arange(16).view(1, 16) % 32
 
 
+@pytest.mark.slow
 def test_each_block_may_have_other_frozen_parameters(monkeypatch):
     """Each makes two graphs, with gradients and without, of torch's limit of 8 for all blocks together."""
     torch._dynamo.reset()
@@ -42,6 +43,7 @@ def test_each_block_may_have_other_frozen_parameters(monkeypatch):
     assert len(graphs) == 2 * SHAPE.n_layers
 
 
+@pytest.mark.slow
 def test_a_block_that_cannot_be_one_graph_is_refused_with_torchs_reason():
     """As in LongCat's loop over experts, whose sizes depend on values."""
     torch._dynamo.reset()

@@ -207,6 +207,7 @@ def job(name, *words):
     return load(name, [*words, *SOURCE], 1).config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "gib", "frees"), [("full", 140, True), ("full", 170, False), ("none", 100, True)])
 def test_copies_that_do_not_fit_are_freed(mode, gib, frees):
     """8B on one GPU: 144 GiB with copies and full recomputation, 133 without copies."""
@@ -229,6 +230,7 @@ def test_a_job_that_fits_without_copies_is_not_said_not_to_fit():
     assert does_not_fit(config, 1, 140 * GIB) == ""
 
 
+@pytest.mark.slow
 def test_a_limit_frees_copies_before_it_repeats_any_product():
     config = job("llama_1b.toml", "--activation_checkpoint.memory_limit_gib", "1")
     found = []

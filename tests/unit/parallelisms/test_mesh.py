@@ -16,6 +16,7 @@ from parallelisms.torch_internals import process_groups
 from trainer.planning.memory import count_communicators, estimate_memory
 
 
+@pytest.mark.slow
 def test_every_small_mesh_is_built():
     """Torch 2.11 refuses some ways of naming the dimensions of a mesh, so that no job would start on it."""
     built = 0
@@ -143,6 +144,7 @@ def test_experts_and_context_of_the_same_ranks_share_a_group():
     assert count_communicators(sizes) == 3  # all (FSDP's, too), cp and ep, the shards of experts
 
 
+@pytest.mark.slow
 def test_communicators_are_in_the_estimate_of_gpus_only():
     config = load("debug.toml", (), 4).config
     of_mesh = MeshSizes(dp_replicate=1, dp_shard=2, tp=2)

@@ -110,6 +110,7 @@ def groups_of(rank: int, sizes: dict[str, int], axes: list[tuple[str, ...]]) -> 
     return [Channel("-".join(group), tuple(n for n, at in enumerate(places) if is_in(at, group))) for group in axes]
 
 
+@pytest.mark.slow
 def test_one_number_of_each_rank_finds_any_difference():
     draw = random.Random(7)
     for _ in range(200):

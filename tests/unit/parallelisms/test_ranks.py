@@ -53,6 +53,7 @@ def pickles_in(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_pickles_but_the_files_that_say_why():
     folders = ("checkpoint", "configs", "models", "parallelisms", "scripts", "trainer")
     files = [ROOT / "train.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
@@ -69,6 +70,7 @@ def gathered():
     return told, of_first, [math.isnan(x) for x in nans], [math.copysign(1, x[2]) for x in told[:1]]
 
 
+@pytest.mark.slow
 def test_values_of_all_sizes_arrive_as_they_were(ranks):
     assert ranks(4, gathered) == [(VALUES, VALUES[0], [True] * 4, [-1.0])] * 4
 

@@ -76,6 +76,7 @@ def test_a_tensor_parallel_rank_keeps_half_of_the_stream_in_the_compute_dtype():
     assert memory.kept == config.training.seq_len * config.model.dim * 2 // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_what_computes_attention_in_this_process_changes_nothing(monkeypatch, tmp_path, compiled):
     config = load("parity.toml", ["--compile.enable", compiled], 1).config

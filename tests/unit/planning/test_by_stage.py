@@ -38,6 +38,7 @@ def test_the_stages_of_a_run_have_its_steps(borders: list[int], steps: int):
     assert steps_of_stages(stages, steps) == counted
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_memory_of_the_largest_stage_and_the_time_of_all(capsys):
     found = planned(capsys, "olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100")
     stages = load("olmo3_7b_stages.toml", world_size=64).stages
@@ -145,6 +146,7 @@ def test_a_limit_of_memory_is_that_of_every_stage_that_is_reached(tmp_path, caps
     assert 'chooses mode = "none"' in validated(*job, *short)
 
 
+@pytest.mark.slow
 def test_a_tuned_job_is_possible_and_fits_in_every_stage(tmp_path):
     """A sequence of the second stage has four times the tokens, and a step has one of them, so no mesh has dp 2."""
     (tmp_path / "staged.toml").write_text(STAGED)

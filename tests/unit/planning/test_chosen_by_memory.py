@@ -30,6 +30,7 @@ def job(name, ranks, *words):
     return load(name, [*words, *SOURCE], ranks).config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", [16, 18, 26, 60, 300])
 def test_the_fastest_that_fits_is_taken(gib):
     config = job("llama_8b.toml", 8, "--model.n_layers", "6", LIMIT, str(gib), *AUTO)

@@ -224,6 +224,7 @@ def test_activations_are_what_autograd_keeps(keys):
     assert in_loss.activations == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_may_have_buffers():
     """The biases of a router; without them the block keeps nearly as much."""
     sizes = []
@@ -234,6 +235,7 @@ def test_a_compiled_block_may_have_buffers():
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_more_is_recomputed_the_less_is_kept():
     modes = [
         {"mode": "full"},

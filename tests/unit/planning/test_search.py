@@ -33,6 +33,7 @@ def search(config: Config, ranks: int, gib: float, prunes: bool = True) -> Searc
     return Search(config, ranks, GPU, 8, gib * 2**30, prunes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "ranks", "gib"),
     [
@@ -67,6 +68,7 @@ def test_a_part_of_a_block_is_not_below_its_share():
         assert searching._least_memory(branch.job) <= min(needed), sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
     [
@@ -117,6 +119,7 @@ def test_async_tp_between_hosts_hides_nothing():
     assert estimate_step(config, 8, GPU).parts["tp"] < estimate_step(plain, 8, GPU).parts["tp"]
 
 
+@pytest.mark.slow
 def test_a_curve_says_what_each_number_of_ranks_attains():
     tuning = Tuning(load("debug.toml", BF16), GPU, 8, 80 * 2**30)
     points = tuning.curve([1, 2, 3, 4], price=2.0)

@@ -361,6 +361,7 @@ def test_the_console_has_a_column_for_each_kind_of_rank(capsys):
     assert " ".join(whole.split()) == " ".join(brief(kind["seconds"]) for kind in kinds)
 
 
+@pytest.mark.slow
 def test_a_rank_of_one_kind_has_shares_and_its_collectives_stand_by_axis(capsys):
     words = ("llama_8b.toml", "--ranks", "64", "--device", "h100", "--mesh.tp", "2")
     _, out, _ = run(capsys, *words, "--json")
@@ -376,6 +377,7 @@ def test_a_rank_of_one_kind_has_shares_and_its_collectives_stand_by_axis(capsys)
     assert said in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [

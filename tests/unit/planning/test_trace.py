@@ -2,6 +2,7 @@
 
 from math import prod
 
+import pytest
 import torch
 from torch.torch_version import TorchVersion
 
@@ -39,6 +40,7 @@ def test_fsdp_gathers_and_reduces_each_group_by_its_size():
     }
 
 
+@pytest.mark.slow
 def test_an_exact_reduction_sends_as_many_bytes_as_a_reduce_scatter():
     _, fast = traced(4, 2)
     _, exact = traced(4, 2, "--training.reduction", "exact")
@@ -54,6 +56,7 @@ def test_exact_replicas_gather_the_sum_once_a_step():
     assert exact[Collective("all_gather", "replicas")] == Traffic(groups, elements * 4)
 
 
+@pytest.mark.slow
 def test_what_reads_values_of_a_step_is_traced_without_it():
     owners = ("--fsdp.partition", "owner", "--mesh.dp_shard", "1", "--mesh.dp_replicate", "2")
     _, plain = traced(2, 2, *owners)

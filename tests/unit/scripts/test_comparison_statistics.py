@@ -32,6 +32,7 @@ def trial(generator, seeds, sequences, of_seed, of_text, of_both, difference=0.0
     return compare(hard, hard + difference + noise, 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "noise",
@@ -103,6 +104,7 @@ def test_equal_losses_are_no_difference():
     assert compare(losses, losses + 0.25, 1000).is_decided  # the same difference in every seed and sequence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [(0.02, 0.0, 0.0), (0.02, 0.1, 0.0), (0.001, 0.3, 0.0)])
 def test_what_is_needed_decides_as_often_as_promised(noise):
     """With seeds and sequences as named, a difference of the measured size is called in about 80% of the trials."""

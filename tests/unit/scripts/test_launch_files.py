@@ -109,6 +109,7 @@ def test_a_run_that_ends_is_not_repeated(cluster, script, environment, code):
         assert re.fullmatch("[0-9a-f]{64}\n", (cluster / "secret").read_text())  # of all hosts: srun passes it on
 
 
+@pytest.mark.slow
 def test_the_hosts_of_an_elastic_run_meet_in_a_store_on_the_first_one(cluster):
     """Nobody listens on host-1 here, so the store ends at once, and the script ends the hosts."""
     process = begun(cluster, "slurm_elastic.sh", SLURM_RESTART_COUNT="2")

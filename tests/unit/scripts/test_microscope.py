@@ -268,6 +268,7 @@ def test_a_corpus_of_a_trillion_tokens_takes_less_than_a_second(run, tmp_path, c
     assert f"document {document.number} (17 of 1000000000 tokens, 0.tokens)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_batch_that_a_resume_changed(tmp_path):
     words = ("--checkpoint.interval", "3", "--job.allow_run_change", "true", "--training.micro_batch_size", "1")
     for steps, batch in ((3, 8), (5, 4), (7, 2)):

@@ -27,6 +27,7 @@ def test_epochs(n_windows, seed, epoch):
     assert np.array_equal(ordinals(epochs, epochs.window(every), epoch), every)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.lists(st.floats(0.01, 100), min_size=1, max_size=6),

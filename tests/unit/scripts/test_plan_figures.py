@@ -24,6 +24,7 @@ def test_paths_leave_out_places_in_lists_and_what_is_no_number():
     assert [*figures(nested)] == ["a.b", "a.b", "a.d.e f"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

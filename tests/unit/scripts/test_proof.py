@@ -81,6 +81,7 @@ def test_from_the_initial_weights(recorded):
     assert "from the initial weights" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [(), pytest.param(("--fsdp.reshard_after_forward", "always"), marks=pytest.mark.slow)],
@@ -143,6 +144,7 @@ def flip(monkeypatch, step: int, name: str, bit: int, element: int = 5) -> None:
     monkeypatch.setattr(Learner, "grad_norm", patched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bit", [pytest.param(0, marks=pytest.mark.slow), 22, pytest.param(29, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_named_by_step_and_parameter(bit, tmp_path, monkeypatch):
     """From the lowest bit of the mantissa, in a step that nothing samples, to one of the exponent."""
@@ -184,6 +186,7 @@ def test_random_steps_are_those_that_can_be_replayed(recorded, copy):
         random_steps(copy, 1, seed=1)
 
 
+@pytest.mark.slow
 def test_a_flip_after_the_fingerprint_is_found_in_the_next_step(tmp_path, monkeypatch):
     """As in the memory of a weight: all that the next step computes is another's."""
     finish, steps = Learner.finish, []

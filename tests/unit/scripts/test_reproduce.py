@@ -88,6 +88,7 @@ def first_steps(root: Path, source: str) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_one_other_token_is_named_by_source_and_step(recorded, tmp_path):
     ids = TokenFolder(recorded / "code", VOCAB + 20).read(0, 4000)
     place, step = next((place, step) for place, step in first_steps(recorded, "code").items() if step > 2)

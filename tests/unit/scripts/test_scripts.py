@@ -45,6 +45,7 @@ def test_a_plan_of_7b_over_8_ranks_takes_no_memory_for_it():
     assert float(peak[0]) < 1000
 
 
+@pytest.mark.slow
 def test_a_plan_that_no_mesh_fits_is_refused():
     done = run_script(ROOT, "plan.py", "--config", "llama_70b.toml", "--ranks", "7")
     assert done.code == 78

@@ -472,6 +472,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "ranks"), [*JOBS, ("deepseek_moe_16b", 64)])
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])
 def test_no_line_is_longer_than_a_terminal_of_80_columns(streams, monkeypatch, job, ranks, device):
