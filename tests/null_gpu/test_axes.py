@@ -16,7 +16,6 @@ import torch
 from parallelisms import expert
 from parallelisms.torch_internals import has_zero_bubble
 from tests.null_gpu.device import Counters
-from tests.null_gpu.even_routing import route_evenly
 from tests.null_gpu.step import measure
 
 _c10d = torch.ops._c10d_functional
@@ -78,7 +77,6 @@ EAGER_ONLY = {"PP 2 zero-bubble"}  # configs/checks/mesh.py says why
 def step(words: str) -> dict:
     """On a rank: the counts of a step."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    route_evenly()
     return measure("llama_1b.toml", (*SMALL.split(), *words.split()), warm_up=2, timed=1)
 
 

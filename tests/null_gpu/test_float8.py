@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from tests.null_gpu.even_routing import route_evenly
 from tests.null_gpu.step import measure
 from tests.null_gpu.test_axes import BUFFERS, EXPERTS, SMALL
 
@@ -38,7 +37,6 @@ OF_EXPERTS = {
 def step(words: str) -> dict:
     """On a rank: the counts of a step, and how often each operator ran in it and those before it."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    route_evenly()
     with profile() as profiler:
         counts = measure("llama_1b.toml", (*SMALL.split(), *words.split()), warm_up=2, timed=1)
     return counts | {"operators": {event.key: event.count for event in profiler.key_averages()}}

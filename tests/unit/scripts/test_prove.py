@@ -358,3 +358,28 @@ def test_reasons_are_joined_by_what_they_say():
     assert "- the family is shared: bert" in text
     assert not FamilyProof("opt", outcomes=[cast, refused]).is_wrong
     assert FamilyProof("opt", outcomes=[replace(cast, verdict="wrong")]).is_wrong
+
+
+FAMILY_JOBS = (
+    "llama_1b",
+    "qwen2.5_7b",
+    "qwen3_0.6b",
+    "qwen3_30b_a3b",
+    "qwen3_next_80b_a3b",
+    "mistral_7b",
+    "mixtral_8x7b",
+    "olmo2_1b",
+    "olmo3_7b",
+    "smollm3_3b",
+    "gemma3_1b",
+    "deepseek_moe_16b",
+    "deepseek_v3",
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", FAMILY_JOBS)
+def test_the_job_file_of_each_family_is_proven(job, capsys):
+    """One job of each description: techniques alone, and recomputation with each."""
+    assert prove.main([f"{job}.toml", "--axes", "fsdp,tp,cp,pp,ep,ac", "--ranks", "2"]) == 0
+    assert re.search(r"^(1[6-9]|2\d) equal, [1-4] refused", capsys.readouterr().out, re.MULTILINE)
