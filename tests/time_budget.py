@@ -7,6 +7,7 @@ ends with their number. On a quiet machine all have time, and on a slow one anot
 import random
 import time
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -50,8 +51,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(_REASON)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how many cases had no time."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many cases had no time. pytest 8.0 has no public name for the reporter's class."""
     skipped = terminalreporter.getreports("skipped")
     if late := sum(_REASON in str(report.longrepr) for report in skipped):
         minutes = config.getoption("minutes")
