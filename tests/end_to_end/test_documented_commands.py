@@ -128,8 +128,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel plan": "python scripts/keel.py plan --help",
     "keel plan JOB --ranks N --device h100": "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100",
     "python -m tests.loader_speed debug.toml": "python -m tests.loader_speed debug.toml --data.prepare none"
-    "python -m tests.window_costs": "python -m tests.window_costs --tokens 1024 --windows 128",
     """ --data.sources '[{name = "random", kind = "synthetic"}]'""",
+    "python -m tests.window_costs": "python -m tests.window_costs --tokens 1024 --windows 128",
     "python -m tests.published.compare": "python -m tests.published.compare --rows kempnerforge",
     "keel plan llama_8b.toml --ranks 8 --device h100 --tune": (
         "python scripts/keel.py plan llama_8b.toml --ranks 8 --device h100 --tune"
