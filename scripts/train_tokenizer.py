@@ -14,7 +14,6 @@ if not __package__:  # run as a file
 from scripts.command import add_text_arguments, end, parser_of, run_command
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
-from trainer.data.tokenizer import train_sentencepiece
 from trainer.report.console import Console
 
 
@@ -25,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = (text for name in options.inputs for text in documents(name, options.text_key, bad, options.separator))
 
     def work(console: Console) -> None:
+        from trainer.data.tokenizer import train_sentencepiece  # and with it NumPy, for which --help need not wait
+
         with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
             train_sentencepiece(texts, options.output, options.vocab_size, bad.check)
         for message in bad.messages:

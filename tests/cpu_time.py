@@ -3,8 +3,11 @@
 The clock on the wall says how busy the machine is; CPU time says what the case costs, in whatever process it is spent.
 """
 
+import functools
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +52,22 @@ def spent_between(before: dict[int, float], after: dict[int, float]) -> float:
     case's. What a process that has ended took is in its parent's time.
     """
     return sum(seconds for process, seconds in after.items() if process in before) - sum(before.values())
+
+
+def is_within_a_second(seconds: float) -> bool:
+    """Whether an answer took less than a second of CPU time or, on a slow core, less than a third of torch's import.
+
+    Importing torch takes three seconds (CONTRIBUTING.md), and more where other tests share the core.
+    """
+    return seconds < 1 or seconds < _import_of_torch() / 3
+
+
+@functools.cache
+def _import_of_torch() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _descendants(process: int) -> Iterator[int]:

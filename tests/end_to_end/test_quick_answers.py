@@ -1,13 +1,14 @@
 """Questions about a job are answered at once, without torch."""
 
-import math
 import resource
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cpu_time import is_within_a_second
 from tests.end_to_end.launch import ENVIRONMENT, ROOT
 
 
@@ -22,7 +23,7 @@ from tests.end_to_end.launch import ENVIRONMENT, ROOT
     ],
 )
 def test_under_a_second_and_without_torch(tmp_path: Path, words: str, code: int, expected: str):
-    answer_quickly(tmp_path, "train.py", words, code, expected)
+    answer_quickly(tmp_path, "train.py", words, code, expected, times=3)
 
 
 SCRIPTS = [file.name for file in (ROOT / "scripts").glob("*.py") if "__main__" in file.read_text()]
@@ -78,21 +79,18 @@ def test_a_job_is_given_once(tmp_path: Path, command: str):
     answer_quickly(tmp_path, "scripts/keel.py", f"{command} debug.toml --config parity.toml", 78, expected)
 
 
-LIMIT_SECONDS = 1.0
-"""CPU seconds of an answer on a core of its own. An answer beside other tests takes up to twice as many."""
-
-
-def answer_quickly(tmp_path: Path, program: str, words: str, code: int, expected: str) -> None:
-    """Run a program where torch cannot be imported; once more if it is slow, since other tests run beside it."""
+def answer_quickly(tmp_path: Path, program: str, words: str, code: int, expected: str, times: int = 1) -> None:
+    """Run a program where torch cannot be imported."""
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
-    command = [sys.executable, str(ROOT / program), *words.split()]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
     seconds = []
-    while len(seconds) < 3 and min(seconds, default=math.inf) >= LIMIT_SECONDS:
+    for _ in range(times):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, str(ROOT / program), *words.split()]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
         answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert answer.returncode == code, answer.stderr
         assert expected in (answer.stderr if code else answer.stdout)
-    assert min(seconds) < 2 * LIMIT_SECONDS
+    # Of the processor: it waits for nothing, and a machine that tests is busy.
+    assert is_within_a_second(statistics.median(seconds)), seconds
