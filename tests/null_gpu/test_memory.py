@@ -4,10 +4,10 @@ The jobs are those of the repository, with meshes and activation checkpointing m
 of a pipeline, rank 0 is the one with most micro-batches in flight.
 """
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -182,14 +182,49 @@ def peak_bytes(name: str) -> int:
     return peak
 
 
+class Peaks:
+    """What a step of each job allocates at its peak, in bytes, found when it is asked for, by one process for all."""
+
+    def __init__(self, null_gpus: dict[str, str], log: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "RANK"} | null_gpus
+        self._found: dict[str, int] = {}
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.null_gpu.test_memory"],
+                env=environment,
+                cwd=Path(__file__).parents[2],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self._found:
+            self._process.stdin.write(f"{name}\n")
+            self._process.stdin.flush()
+            answers = (line for line in self._process.stdout if line.startswith(ANSWER))
+            answer = next(answers, None)
+            assert answer is not None, self._log.read_text()[-5000:]
+            self._found[name] = int(answer.removeprefix(ANSWER))
+        return self._found[name]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+ANSWER = "peak: "  # begins the line that the process prints for a job; others may be torch's
+
+
 @pytest.fixture(scope="module")
-def peaks(null_gpus: dict[str, str]) -> dict[str, int]:
-    """Of all jobs, from one process."""
-    command = [sys.executable, "-m", "tests.null_gpu.test_memory"]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | null_gpus
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def peaks(null_gpus: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peaks]:
+    peaks = Peaks(null_gpus, tmp_path_factory.mktemp("peaks") / "log")
+    yield peaks
+    peaks.close()
 
 
 @pytest.mark.long
@@ -217,6 +252,6 @@ def test_transient_copies_take_no_more_than_fsdp(peaks, job):
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: peak_bytes(name) for name in JOBS}))
-    sys.stdout.flush()
+    for line in sys.stdin:
+        print(f"{ANSWER}{peak_bytes(line.strip())}", flush=True)
     os._exit(0)  # NCCL's threads wait for a device that never answers
