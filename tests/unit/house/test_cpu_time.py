@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
+from tests.cpu_time import takes_a_second_at_most
 
 CASES = """
 import multiprocessing
@@ -79,3 +82,10 @@ def test_who_fails(tmp_path):
     }, done.stdout
     assert "0.5 s of CPU time, and a case without a mark may take 0.1: make it cheaper" in done.stdout
     assert "ValueError: its own reason" in done.stdout
+
+
+@pytest.mark.slow  # it imports torch twice
+@pytest.mark.parametrize(("program", "is_quick"), [("pass", True), ("import torch", False)])
+def test_what_takes_a_second_at_most(program, is_quick):
+    command = [sys.executable, "-c", program]
+    assert takes_a_second_at_most(lambda: subprocess.run(command, check=True), tries=1) is is_quick
