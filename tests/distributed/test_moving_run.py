@@ -38,6 +38,15 @@ EP_MESHES = [
     (4, ("--mesh.ep", "4", "--mesh.cp", "2", "--training.micro_batch_size", "2")),
 ]
 
+TIED = {"model.tie_embeddings": "true"}
+OWNER = ("--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1")
+TIED_MESHES = [
+    (2, ("--mesh.pp", "2", "--pipeline.schedule", "interleaved_1f1b", "--training.micro_batch_size", "2")),
+    (2, (*OWNER, "--training.micro_batch_size", "2")),
+    (4, (*OWNER, "--mesh.pp", "2", "--training.micro_batch_size", "2")),
+    (1, STAY),
+]
+
 
 def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     """Train the run in `folder` up to `steps`, through the trainer; the losses of this launch."""
@@ -58,8 +67,10 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
         # test_exact.py moves through PP, HSDP and an owner partition, with the same bits.
         pytest.param(MESHES, {}, marks=pytest.mark.long),
         pytest.param(EP_MESHES, MOE_BIAS, marks=pytest.mark.long),
+        # Both ends of the pipeline hold the matrix and its moments; a checkpoint has them once.
+        pytest.param(TIED_MESHES, TIED, marks=pytest.mark.slow),
     ],
-    ids=["two ranks", "dense", "experts"],
+    ids=["two ranks", "dense", "experts", "tied"],
 )
 def test_a_run_moved_through_meshes_learns_the_same(ranks, tmp_path, meshes, run):
     of_run = words(run)
