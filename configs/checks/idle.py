@@ -7,9 +7,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from configs.only_with import Condition, conditions
+from configs.reading.hf_config import unknown_fields
 from configs.reading.keys import KeyPath, dotted
 from configs.reading.toml_text import value_text
-from configs.schema import Config, Model, Pipeline, Table, is_described
+from configs.schema import Config, HfModel, Model, Pipeline, Table, is_described
 
 
 def idle_keys(config: Config, origins: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
@@ -34,6 +35,9 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"validation.interval = {validation:,} is beyond training.steps = {steps:,}: there is no validation"
     if is_described(config.model):
         yield from _beyond_the_layers(config.model)
+    if isinstance(config.model, HfModel) and (unknown := unknown_fields(config.model.fields)):
+        family = f"the configuration of {config.model.model_type}"
+        yield f"fields of the config.json that {family} does not have do nothing: {', '.join(unknown)}"
 
 
 def _beyond_the_layers(model: Model) -> Iterator[str]:

@@ -9,7 +9,7 @@ import ast
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
@@ -142,22 +142,39 @@ def is_too_old() -> bool:
 
 
 def _unknown_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Find names that neither the file nor the family's configuration has; transformers would keep them unread."""
-    new = [name for name in overrides if name not in fields and name not in ("model_type", *_ANY_FAMILY)]
+    """Find names that neither the file nor the family's configuration has."""
     kind = overrides.get("model_type", fields.get("model_type"))
-    folder = _package()
-    if not new or folder is None or kind not in (causal_families() or ()):
-        return
-    texts = [file.read_text(encoding="utf-8") for file in (folder / "models").glob("*/configuration_*.py")]
-    own = [text for text in texts if f'model_type = "{kind}"' in text]
-    words = set(re.findall(r"\w+", "".join([*own, (folder / "configuration_utils.py").read_text(encoding="utf-8")])))
-    for name in new if own else ():
-        if name not in words:
-            near = get_close_matches(name, [*fields, *words], 1, 0.75)
+    new = [name for name in overrides if name not in fields and name not in ("model_type", *_ANY_FAMILY)]
+    known = words_of(kind) if new else set()
+    for name in new if known else ():
+        if name not in known:
+            near = get_close_matches(name, [*fields, *known], 1, 0.75)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield f"{_FIELD}.{name}", f"the configuration of {kind} has no field {name}{hint}"
 
 
+def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
+    """The fields of a config.json that the family's configuration does not have: transformers keeps them unread."""
+    known = words_of(fields["model_type"])
+    return sorted(name for name in fields if known and name not in known and name not in _ANY_FAMILY)
+
+
+@cache
+def words_of(kind: object) -> Set[str]:
+    """The words of the source of a family's configuration in transformers, its fields among them, old ones included.
+
+    Empty if transformers does not have it. The source is read, since importing transformers takes seconds.
+    """
+    folder = _package()
+    if folder is None or kind not in (causal_families() or ()):
+        return frozenset()
+    texts = [file.read_text(encoding="utf-8") for file in (folder / "models").glob("*/configuration_*.py")]
+    own = [text for text in texts if f'model_type = "{kind}"' in text]
+    of_all = [(folder / name).read_text(encoding="utf-8") for name in _OF_ALL_FAMILIES] if own else []
+    return frozenset(re.findall(r"\w+", "".join([*own, *of_all])))
+
+
+_OF_ALL_FAMILIES = ("configuration_utils.py", "modeling_rope_utils.py")
 _ANY_FAMILY = ("attn_implementation", "experts_implementation")
 """Arguments that transformers takes for every family."""
 

@@ -1,13 +1,15 @@
 """Jobs of Hugging Face's models: what is read of a config.json, without torch, and each mistake's one message."""
 
 import json
+from contextlib import suppress
 
 import pytest
 
+from configs.checks.idle import without_effect
 from configs.errors import ConfigError
 from configs.load import load
 from configs.reading import hf_config
-from configs.reading.hf_config import causal_families
+from configs.reading.hf_config import causal_families, unknown_fields
 from configs.run_change import function_diff, run_key_diff
 from tests.hf_families import NEEDS_TRANSFORMERS, words, write_config
 
@@ -149,6 +151,30 @@ def test_the_families_are_those_of_transformers():
 
     expected = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str)}
     assert causal_families().keys() == expected
+
+
+def test_fields_that_a_family_does_not_have_are_named(folder):
+    """transformers keeps what a config.json has beyond the family's configuration, and reads nothing of it."""
+    fields = json.loads((folder / "config.json").read_text())
+    further = {"torch_dtype": "bfloat16", "rope_scaling": None, "sliding_windows": 4, "temperature_of": 2.0}
+    (folder / "config.json").write_text(json.dumps(fields | further))
+    assert list(without_effect(load("parity.toml", words(folder)).config)) == [
+        "fields of the config.json that the configuration of qwen3 does not have do nothing: sliding_windows, "
+        "temperature_of"
+    ]
+
+
+@pytest.mark.slow
+def test_a_familys_own_fields_are_known():
+    import transformers
+
+    own_fields = {}
+    for kind in causal_families():
+        with suppress(Exception):  # some need what only a published file has
+            own_fields[kind] = transformers.AutoConfig.for_model(kind).to_dict()
+    assert len(own_fields) > 100
+    for kind, fields in own_fields.items():
+        assert not unknown_fields(fields | {"model_type": kind, "experts_implementation": "eager"}), kind
 
 
 def test_a_changed_file_is_a_changed_run_key(folder):
