@@ -1,7 +1,8 @@
 """A session of tests in a limited time: pytest --minutes 15 --draw SEED
 
 Files come in an order that SEED draws, and a case that has not begun when the minutes are over is skipped; the session
-ends with their number. On a quiet machine all have time, and on a slow one another part of them each time.
+ends with their number. On a quiet machine all have time, and on a slow one another part of them each time. A case that
+takes minutes (`pytest.mark.begins`) begins the session, or it might begin in its last minute.
 """
 
 import random
@@ -29,12 +30,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def in_drawn_order(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """The cases by file, files in an order drawn by the seed, and cases of a file in their own."""
+    """The cases by file: first the files that begin, then the others, each in an order that the seed draws."""
     by_file = defaultdict(list)
     for item in items:
         by_file[item.path].append(item)
     files = sorted(by_file)
     random.Random(seed).shuffle(files)
+    files.sort(key=lambda file: not any(item.get_closest_marker("begins") for item in by_file[file]))
     return [item for file in files for item in by_file[file]]
 
 

@@ -668,6 +668,7 @@ def try_file(block: Block, clone: Path, number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.begins
 def test_everything_that_is_documented_works(tmp_path: Path):
     try_all(tmp_path, lambda block: not block.place.startswith("docs/recipes.md"))
 

@@ -42,3 +42,12 @@ def test_a_seed_draws_the_order_of_files(tmp_path):
     drawn = [session(tmp_path, "--draw", seed)[0] for seed in ("1", "1", "2")]
     assert drawn[0] == drawn[1] != drawn[2]
     assert given == sorted(drawn[0]) == sorted(drawn[2]) != drawn[0]
+
+
+def test_what_takes_minutes_begins(tmp_path):
+    for name in "abcdef":
+        (tmp_path / f"test_{name}.py").write_text("def test_of_a_file():\n    pass\n")
+    (tmp_path / "test_d.py").write_text("import pytest\n\n\n@pytest.mark.begins\ndef test_of_a_file():\n    pass\n")
+    drawn = [session(tmp_path, "--draw", str(seed))[0] for seed in range(2)]
+    assert [order[0] for order in drawn] == ["test_d"] * 2
+    assert drawn[0] != drawn[1]
