@@ -102,12 +102,17 @@ class LoadBalance:
         entropies = [router.entropy for router in self._routers.values()] or [tokens.new_zeros(())] * len(tokens)
         self._counts = torch.cat((tokens, torch.stack(entropies)[:, None]), dim=1)
         self._is_summed = False
+        self.forget()
+        if is_described(self._config) and self._config.router.has_bias:
+            self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget the counts of the passes since the last step."""
         for counter in self._counters.values():
             counter.tokens_per_expert.zero_()
         for router in self._routers.values():
             router.entropy.zero_()
-        if is_described(self._config) and self._config.router.has_bias:
-            self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
 
     def _move_biases(self, rate: Tensor) -> None:
         tokens = self._summed()[:, :-1]

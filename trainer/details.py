@@ -141,12 +141,14 @@ class Details:
         sizes = learner.mesh.sizes
         micro_batch = len(micro_batches[0].tokens)
         n_passes = -(-self._n_small // (sizes.dp * micro_batch))
-        small = [self._only_small(batch) for batch in micro_batches]
-        _, norm = learner.gradients(small[:n_passes] if sizes.pp == 1 else small)
+        # Samples are counted over the whole run, and earlier stages of it may have had other batches.
+        first = micro_batches[0].samples[0] - learner.mesh.dp_rank * micro_batch
+        small = [self._only_small(batch, first) for batch in micro_batches]
+        learner.gradients(small[:n_passes] if sizes.pp == 1 else small)
         square = squared_grad_norms(learner.counted, self._layers, learner.mesh).sum()
-        learner.finish(skip=torch.ones_like(norm))
+        learner.forget_gradients()
         return square
 
-    def _only_small(self, batch: MicroBatch) -> MicroBatch:
-        is_small = torch.tensor([sample % self._batch < self._n_small for sample in batch.samples])
+    def _only_small(self, batch: MicroBatch, first: int) -> MicroBatch:
+        is_small = torch.tensor([sample - first < self._n_small for sample in batch.samples])
         return replace(batch, targets=batch.targets.masked_fill(~is_small[:, None], IGNORED))

@@ -32,6 +32,11 @@ class FurtherLosses:
         """Take over a step's sums."""
         if self._modules:
             self._sums = torch.stack([module.loss for module in self._modules])
+        self.forget()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget the sums of the passes since the last step."""
         for module in self._modules:
             module.loss.zero_()
 

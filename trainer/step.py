@@ -213,7 +213,7 @@ class Learner:
 
     def take_back(self, step: QueuedStep, number: int) -> None:
         """Forget step `number`, which changed no parameter; it will be computed again."""
-        self.finish(step.skip)
+        self.forget_gradients()
         self.freeze(number - 1)
         if self.average:
             self.average.take_back(number)
@@ -235,11 +235,17 @@ class Learner:
 
     def finish(self, skip: Tensor) -> None:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
-        self.optimizer.zero_grad(set_to_none=True)
         self.load_balance.finish_step(skip)
-        if self.qk_clip:
-            self.qk_clip.finish_step()
         self.further_losses.finish_step()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Free the gradients, and all that their passes have noted; to `measure`, the last step remains the last."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.load_balance.forget()
+        self.further_losses.forget()
+        if self.qk_clip:
+            self.qk_clip.forget()
 
     def measure(self) -> dict[str, Any]:
         """What the last step says of the model's own mechanisms, by key of `StepMetrics`; all ranks must call it."""

@@ -46,10 +46,10 @@ MESHES = {
 }
 
 
-def train(folder: str, words: tuple[str, ...]) -> None:
-    """Train the parity job."""
+def train(folder: str, words: tuple[str, ...], job_file: str = "parity.toml") -> None:
+    """Train the parity job, or another."""
     quiet = ("--job.output_dir", folder, "--metrics.tensorboard", "false")
-    job = load("parity.toml", (*quiet, *words), dist.get_world_size())
+    job = load(job_file, (*quiet, *words), dist.get_world_size())
     Path(folder).mkdir(parents=True, exist_ok=True)
     with Console(dist.get_rank()) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
         trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
@@ -151,6 +151,23 @@ def test_the_same_on_any_mesh(ranks, one_process, tmp_path, mesh):
     n, words = MESHES[mesh]
     ranks(n, train, str(tmp_path / "run"), RUN + DUE + words)
     for found, expected in zip(records(tmp_path / "run"), one_process, strict=True):
+        assert_equal_details(found, expected, 1e-9)
+
+
+def test_a_stage_with_another_batch(ranks, tmp_path):
+    """The run's samples before it are then no multiple of its batch."""
+    (tmp_path / "job.toml").write_text(
+        'base = "parity.toml"\n[[stages]]\nat_step = 2\ntraining.global_batch_size = 24\n'
+        "[metrics]\ndetails_interval = 3\ninterval = 100\n"
+    )
+    words = ("--training.steps", "3", "--training.global_batch_size", "16", "--training.micro_batch_size")
+    for name, n, micro_batch in (("eight", 1, "8"), ("four", 1, "4"), ("two ranks", 2, "4")):
+        ranks(n, train, str(tmp_path / name), (*words, micro_batch), str(tmp_path / "job.toml"))
+    [*_, expected] = records(tmp_path / "eight")
+    assert expected["step"] == 3
+    assert expected["grad_noise_trace"] > 0
+    for name in ("four", "two ranks"):
+        [*_, found] = records(tmp_path / name)
         assert_equal_details(found, expected, 1e-9)
 
 

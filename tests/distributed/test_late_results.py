@@ -214,6 +214,17 @@ def test_a_save_in_the_middle_of_a_step_leaves_out_a_step_that_lacks_rows(ranks,
     assert curve(tmp_path / "late") == curve(tmp_path / "straight")
 
 
+@pytest.mark.slow
+def test_what_is_measured_of_experts_is_the_steps(ranks, tmp_path):
+    """The next step's small batch, whose gradient gives the noise scale, is not counted."""
+    words = ("--training.steps", "4", "--metrics.interval", "1", "--metrics.details_interval", "1")
+    both(ranks, tmp_path, {}, *EXPERTS, "--model.router.load_balance", "none", *words)
+    keys = ("tokens_per_expert", "load_imbalance", "router_entropies", "grad_noise_trace")
+    late, soon = ([[record.get(key) for key in keys] for record in records(tmp_path / n)] for n in ("late", "soon"))
+    assert late == soon
+    assert all(any(line) for line in late)
+
+
 SECONDS = 0.2
 
 

@@ -70,6 +70,7 @@ def traced(words: str, where: str, kind: str) -> tuple[str, bool, bool, list[int
     if dist.get_rank() == 1:
         plant(learner, where, kind, micro_batch=len(micro_batches) % 2)
     assert learner.step(micro_batches, 1e-3).result().skipped
+    learner.gradients(micro_batches)  # the next step's, as where results are read late
     said = trace_nonfinite(learner, micro_batches)
     left = any(p.grad is not None for p in learner.parameters.values())
     return said, left, trace_nonfinite(learner, micro_batches) == said, [b.samples[1] for b in micro_batches]

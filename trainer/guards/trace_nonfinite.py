@@ -6,8 +6,6 @@ All ranks compute the step again, since its collectives need all of them; the re
 import socket
 from dataclasses import astuple
 
-import torch
-
 from parallelisms.guards.nonfinite import Finding, NonfiniteTracer, finding_of, weights_not_finite
 from parallelisms.ranks import gather
 from trainer.data.loader import MicroBatch
@@ -24,13 +22,14 @@ def trace_nonfinite(learner: Learner, micro_batches: list[MicroBatch]) -> str:
     Args:
         micro_batches: this rank's share of the step that was skipped.
     """
+    learner.forget_gradients()  # of the next step, if its passes are queued already
     found = _gather(weights_not_finite(learner.parameters), micro_batches)
     if not any(finding for finding, *_ in found):
         tracer = NonfiniteTracer(learner.stages, learner.config.compile.enable)
         with tracer.watching():
             loss, norm = learner.gradients(micro_batches)
         tracer.look_at_gradients(learner.parameters)
-        learner.finish(skip=torch.ones_like(norm))
+        learner.forget_gradients()
         found = _gather(tracer.first, micro_batches)
         if not any(finding for finding, *_ in found):
             return _nothing_found(bool(loss.isfinite() and norm.isfinite()))

@@ -82,7 +82,7 @@ class QkClip:
                     if parameter in kept:
                         kept[parameter].copy_(weight)
 
-    def finish_step(self) -> None:
+    def forget(self) -> None:
         """Forget what was noted."""
         for noted in self._noted:
             noted.init_buffers()
