@@ -62,7 +62,7 @@ def attend(
         (batch, heads, queries) in the latter. If a query sees no key of the block, its output is 0 and its logsumexp
         -inf.
     """
-    if _flash_takes(q) and (documents is None or _takes_packed(q)):
+    if flash_takes(q) and (documents is None or _takes_packed(q)):
         return fused(q, k, v, causal, kernel) if documents is None else _flash_packed(q, k, v, documents, causal)
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     logsumexp = out.new_empty(q.shape[:-1])
@@ -89,7 +89,7 @@ def attend_backward(
         out, logsumexp: over all blocks, out in the dtype of q.
         q, k, v, documents, causal, kernel: as passed to `attend` for this block.
     """
-    if _flash_takes(q) and (documents is None or _takes_packed(q)):
+    if flash_takes(q) and (documents is None or _takes_packed(q)):
         # The CUDA kernel reads the logsumexp through a raw pointer: other strides silently give wrong gradients.
         whole = grad, q, k, v, out, logsumexp.contiguous()
         if documents is not None:
@@ -116,7 +116,8 @@ def merge_(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: T
 # --------------------------------------------------------------------------- PyTorch's kernels
 
 
-def _flash_takes(q: Tensor) -> bool:
+def flash_takes(q: Tensor) -> bool:
+    """Whether FlashAttention supports the device, type and width of these queries."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return q.device.type == "cpu" or (is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256)
 

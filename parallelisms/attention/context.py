@@ -30,11 +30,19 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.plan import attention_of, recurrent_of
-from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.attention.blocked import (
+    DocumentPairs,
+    accumulation_dtype,
+    attend,
+    attend_backward,
+    flash_takes,
+    merge_,
+)
 from parallelisms.attention.halo import chunks_of, spans_of, with_halo
 from parallelisms.attention.recurrent import pass_states, with_some_heads
 from parallelisms.torch_internals import group_named
@@ -461,6 +469,8 @@ def _attend_near_part(
     spans = spans_of(*place, q.shape[2], reach)
     sizes = [begin + chunk - first for begin, first in spans]
     keys, values = with_halo(torch.cat((k, v)), reach, 2, group).chunk(2)
+    if not flash_takes(q):
+        return _attend_near_by_masks(q, keys, values, documents, spans, window)
     # To the op, each chunk is a document of its own, or the documents in it are.
     if documents is None:
         nth = torch.arange(2 * len(q) + 1, dtype=torch.int32, device=q.device)
@@ -471,6 +481,26 @@ def _attend_near_part(
     longest = torch.full((), max(sizes), device="cpu")
     # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
     return torch.ops.keel._scaled_dot_product_document_attention(q, keys, values, *bounds, longest, window)[0]
+
+
+def _attend_near_by_masks(
+    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, spans: list[tuple[int, int]], window: int
+) -> Tensor:
+    """The same with a mask of each chunk's pairs, where no kernel takes the window itself."""
+    chunk = q.shape[2] // 2
+    sizes = [begin + chunk - first for begin, first in spans]
+    outputs = []
+    parts = zip(q.chunk(2, 2), k.split(sizes, 2), v.split(sizes, 2), spans, strict=True)
+    for queries, keys, values, (begin, first) in parts:
+        rows = torch.arange(begin, begin + chunk, device=q.device)[:, None]
+        columns = torch.arange(first, begin + chunk, device=q.device)
+        pairs = (columns <= rows) & (columns > rows - window)
+        if documents is not None:
+            own = documents.numbers[:, None, begin : begin + chunk, None]
+            pairs = pairs & (own == documents.numbers[:, None, None, first : begin + chunk])
+        grouped = q.shape[1] != k.shape[1]
+        outputs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=pairs, enable_gqa=grouped))
+    return torch.cat(outputs, 2)
 
 
 # An op, since inductor of torch 2.11 can't lower a search in a part of a tensor.

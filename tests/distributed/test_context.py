@@ -92,6 +92,19 @@ def test_a_window_is_that_of_one_process(ranks, n_ranks, window):
             assert max(found) < 1e-13
 
 
+def differences_by_masks(*arguments):
+    """As on a GPU whose kernel does not take the type or the width of the heads."""
+    with patch.object(context, "flash_takes", lambda q: False):
+        return differences(*arguments)
+
+
+@pytest.mark.parametrize("window", [1, 8, 19])
+def test_a_window_without_a_kernel_is_that_of_one_process(ranks, window):
+    for with_documents in (False, True):
+        for found in ranks(3, differences_by_masks, "ring", torch.float64, with_documents, window):
+            assert max(found) < 1e-13
+
+
 def arrived(window):
     """Elements that each exchange of a layer with a window brings to this rank, forward and backward."""
     taken = []

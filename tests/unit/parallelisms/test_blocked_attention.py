@@ -45,7 +45,7 @@ def kernel(request, monkeypatch):
         monkeypatch.setattr(blocked_attention, "_takes_packed", lambda q: True)
         monkeypatch.setattr(blocked_attention, "aten", PackedFlash())
     if request.param == "written out":
-        monkeypatch.setattr(blocked_attention, "_flash_takes", lambda q: False)
+        monkeypatch.setattr(blocked_attention, "flash_takes", lambda q: False)
         monkeypatch.setattr(blocked_attention, "_takes_bias", lambda q: False)
     monkeypatch.setattr(blocked_attention, "_TILE_ELEMENTS", 64)  # several tiles, the last one smaller
 
