@@ -33,7 +33,7 @@ from configs.schema import Comm, Config, Fsdp, Training
 from parallelisms.compute_copies import computes_with_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
-from parallelisms.torch_internals import compute_within, find_gradient_types, fsdp_modules
+from parallelisms.torch_internals import compute_within, find_gradient_types, fsdp_modules, has_pending_gather
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -> None:
@@ -174,7 +174,13 @@ def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], 
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward pass without a backward pass left gathered."""
+    """Free the parameters that a forward pass without a backward pass left gathered, or gathered ahead in vain.
+
+    Modules that predict further tokens are gathered ahead, but run in training only. Left pending, that gather would
+    serve the next step, whatever the weights are by then.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if has_pending_gather(module):
+                module.unshard()  # waits for it
             module.reshard()

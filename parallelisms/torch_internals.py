@@ -117,6 +117,11 @@ def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # up to torch 2.11 a module had at most one
 
 
+def has_pending_gather(module: FSDPModule) -> bool:
+    """Whether parameters of a module were gathered ahead for a forward pass that has not come to it."""
+    return any(group._all_gather_result is not None for group in _param_groups(module))
+
+
 def find_gradient_types(module: FSDPModule) -> None:
     """Recompute the dtypes of a module's gradients: FSDP determines them once, from the parameters that train then."""
     for group in _param_groups(module):

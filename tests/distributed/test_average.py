@@ -1,13 +1,21 @@
 """`average.dtype = "bfloat16"`: no mesh changes how the average is rounded, nor does a stop."""
 
+from contextlib import closing
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from checkpoint.compare import compare
 from checkpoint.index import read_metadata
 from checkpoint.manifest import step_folder
 from checkpoint.tensor_stream import read_tensor
+from configs.layout import mesh_sizes
+from configs.load import load
+from parallelisms.mesh import build_mesh
 from tests.torture.resume import go_on
+from trainer.data.loader import build_loader
+from trainer.step import build_learner
 
 RUN = (
     "--training.dtype float32 --training.reduction exact --training.micro_batch_size 1 --metrics.tensorboard false "
@@ -71,3 +79,29 @@ def test_its_type_changes_only_if_that_is_allowed(ranks, tmp_path, dtype):
     assert all(torch.equal(rounded[name], each.bfloat16()) for name, each in before.items())
     exact = averages(run_to(ranks, 1, tmp_path, 4, f"{RUN} {still}"))
     assert all(torch.equal(exact[name], each.to(getattr(torch, dtype))) for name, each in rounded.items())
+
+
+def evaluated_with_the_average(words):
+    """Gradient norms of steps before which the average is evaluated."""
+    config = load("parity.toml", words, dist.get_world_size()).config
+    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    norms = []
+    with closing(build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)) as loader:
+        for number, micro_batches in zip(range(1, 5), loader, strict=False):
+            if learner.average.has_begun:
+                with learner.averaged():
+                    learner.evaluate(micro_batches, None)
+            step = learner.step(micro_batches, lr=1e-2)
+            learner.update_average(number, step.skip)
+            norms.append(step.result().grad_norm)
+    return norms
+
+
+@pytest.mark.parametrize(("n", "mesh"), [(2, "--comm.prefetch 2"), (4, "--mesh.pp 2")])
+def test_modules_that_it_does_not_run_have_the_weights_afterwards(ranks, n, mesh):
+    """Those that predict further tokens: gathered ahead of an evaluation's last block, they are not run there."""
+    words = ("--average.interval", "2", "--average.decay", "0.5", "--model.multi_token", "{depth = 2}")
+    expected = ranks(1, evaluated_with_the_average, words)[0]
+    for norms in ranks(n, evaluated_with_the_average, (*words, *mesh.split())):
+        assert norms == pytest.approx(expected, rel=1e-10)
