@@ -135,7 +135,8 @@ def config_hash(config: dict[str, Any]) -> str:
 
 def damaged(folder: Path, reason: str) -> Damaged:
     """Create the error for a checkpoint that must not be loaded."""
-    remedy = "move it away, or choose another (checkpoint.load, checkpoint.go_back)"
+    which = "checkpoint.load or checkpoint.go_back of a job, --step or --at of a command"
+    remedy = f"move it away, or choose another ({which})"
     error = Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
     error.reason = reason
     return error
@@ -272,3 +273,12 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
     extra = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {MANIFEST_NAME})
     if extra:
         raise damaged(folder, f"{', '.join(extra)} is in the folder, but not in {MANIFEST_NAME}")
+
+
+def is_fork(root: Path) -> bool:
+    """Whether the first checkpoint in `root` continues one of another run, as after `keel fork`."""
+    try:
+        first = [read_manifest(step_folder(root, step)) for step in steps_in(root)[:1]]
+    except UserError:
+        return False
+    return any(manifest.parent is not None and manifest.parent.run_id != manifest.run_id for manifest in first)

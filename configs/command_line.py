@@ -23,7 +23,7 @@ from configs.own_code import is_import_path
 from configs.paths import missing_paths
 from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
-from configs.reading.overrides import parse_overrides, split_flags
+from configs.reading.overrides import is_override, parse_overrides, split_flags
 from configs.reading.toml_text import value_text
 from configs.run_stages import largest_first
 from configs.schema import Config, is_described
@@ -62,7 +62,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     overrides: list[str] = []
     mistakes: list[str] = []
     for flag, value in split_flags(others):
-        if flag.startswith("--") and "." in flag:
+        if is_override(flag):
             overrides.append(flag if value is None else f"{flag}={value}")
         else:
             mistakes.append(_misunderstood(flag, value))
@@ -231,8 +231,7 @@ def _misunderstood(flag: str, value: str | None) -> str:
         return f"{flag}: unknown flag; {hint}"
     key = find((flag[2:],))
     if key and key.is_table:
-        first = ".0" if key.type == "list of tables" else ""
-        return f"{flag}: is a {key.type}; set its keys one by one: {flag}{first}.KEY VALUE"
+        return f"{flag}: is a {key.type}; set its keys one by one: {flag}.KEY VALUE"
     known = ["--config", *_ACTIONS]
     near = next(iter(get_close_matches(flag, known, 1, 0.75)), None) or nearest(flag.lstrip("-"))
     return f"{flag}: unknown flag; " + (f"did you mean --{near.lstrip('-')}?" if near else "--help lists all flags")

@@ -17,7 +17,7 @@ from configs.files import FULL, whole
 from configs.own_code import admit
 from configs.places import is_url
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
-from configs.reading.overrides import split_flags
+from configs.reading.overrides import is_override, split_flags
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.report.console import Console
 
@@ -102,7 +102,7 @@ def without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     while rest:
         word = rest.pop(0)
         flag, equals, _ = word.partition("=")
-        is_key = flag.startswith("--") and "." in flag
+        is_key = is_override(flag)
         (overrides if is_key else own).append(word)
         if is_key and not equals and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoint.manifest import is_fork
 from checkpoint.staging import free_memory
 from checkpoint.storage import FolderStorage, Storage
 from configs.checks.idle import without_effect
@@ -139,7 +140,7 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
         closing_title(state, step, reason),
         closing_rows(config, folder, trainer.runtime.ledger.seconds(), trainer.progress.ends, memory, newest, plan),
     )
-    console.commands("What to try next", next_rows(config, state))
+    console.commands("What to try next", next_rows(config, state, is_fork(folder / "checkpoints")))
     said = "" if state == "done" else reason
     write = partial(write_status, folder, state, step, said, checkpoint=str(newest))
     console.outages.insist(folder / "status.json", write)

@@ -67,8 +67,14 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield flag, rest.pop(0) if rest and not rest[0].startswith("--") else None
 
 
+def is_override(flag: str) -> bool:
+    """Whether a flag is meant to set a key: one of a table, or a list of tables that is in none, `--stages '[]'`."""
+    key = find((flag[2:],))
+    return flag.startswith("--") and ("." in flag or (key is not None and key.type == "list of tables"))
+
+
 def _override(flag: str, text: str | None) -> Override:
-    if not re.fullmatch(r"--[^.\s]+(\.[^.\s]+)+", flag):
+    if not is_override(flag) or not re.fullmatch(r"--[^.\s]+(\.[^.\s]+)*", flag):
         raise ConfigError(f"{flag}: unexpected on the command line; set keys as --table.key VALUE")
     if text is None:
         raise ConfigError(f"{flag}: needs a value: {flag} VALUE")

@@ -72,7 +72,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     try:
         content = read_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
-        raise UserError(f"{whole(path)}: cannot read the tokenizer ({error.strerror}); check tokenizer.path") from None
+        remedy = "check tokenizer.path, or --tokenizer of a command"
+        raise UserError(f"{whole(path)}: cannot read the tokenizer ({error.strerror}); {remedy}") from None
     tokenizer = JsonTokenizer(path, content) if path.suffix == ".json" else SentencePieceTokenizer(path, content)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(

@@ -343,8 +343,11 @@ def _length_key(config: Config) -> str:
     return "lr_schedule.total_tokens" if config.lr_schedule.total_steps is None else "lr_schedule.total_steps"
 
 
-def next_rows(config: Config, state: State) -> list[Row]:
-    """The next things to try: variations of the command that started this process, each also correct when repeated."""
+def next_rows(config: Config, state: State, is_fork: bool = False) -> list[Row]:
+    """The next things to try: variations of the command that started this process, each also correct when repeated.
+
+    In another folder, the command of a fork draws weights of its own: that is not the fork's curve.
+    """
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
@@ -354,14 +357,15 @@ def next_rows(config: Config, state: State) -> list[Row]:
     how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"
     if not config.stages and farther > scheduled and schedule_lengths(config.lr_schedule).decay is not None:
         how += f", past {_length_key(config)} (minimum rate)"
+    seed = (config.training.seed + 1) % 2**63
     rows = [
         (how, _with(_this_command(), go_on | {"training.steps": str(farther)})),
         (
             "another seed, as a separate run",
-            _with(_this_command(), _new_run(config, "seed-1") | {"training.seed": "1"}),
+            _with(_this_command(), _new_run(config, f"seed-{seed}") | {"training.seed": str(seed)}),
         ),
     ]
-    if _would_run_on_two_ranks(config):
+    if not is_fork and _would_run_on_two_ranks(config):
         rows.append(("the same curve from two ranks", _with(_this_command(ranks=2), _new_run(config, "2-ranks"))))
     launcher = shlex.split(os.environ.get(LAUNCHER, "python train.py"))
     return [*rows, ("every key and its meaning", shlex.join([*launcher, "--help"]))]

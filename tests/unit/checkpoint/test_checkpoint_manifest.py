@@ -13,6 +13,7 @@ from checkpoint.manifest import (
     Origin,
     RunChange,
     config_hash,
+    is_fork,
     read_manifest,
     sealed,
     step_folder,
@@ -83,6 +84,16 @@ def test_leftovers_are_removed_and_reported(tmp_path):
     assert [line.split()[1] for line in removed] == [f"{tmp_path}/step-0000000{n}.tmp," for n in (7, 8)]
     assert not refused
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
+
+
+def test_a_fork_is_told_by_its_first_checkpoint(tmp_path):
+    assert not is_fork(tmp_path)
+    folder = committed(tmp_path)
+    assert not is_fork(tmp_path)
+    edit(folder, parent={"run_id": "another", "step": 100})
+    assert is_fork(tmp_path)
+    (folder / "MANIFEST.json").write_text("{")
+    assert not is_fork(tmp_path)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):

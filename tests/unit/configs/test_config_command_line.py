@@ -10,6 +10,7 @@ import pytest
 from configs.command_line import CommandLine, answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
 from configs.reading.keys import schema_keys
+from scripts.command import without_overrides
 from tests.cpu_time import takes_a_second_at_most
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,10 +60,7 @@ def test_help_needs_nothing(words):
         (["--config", "a", "--lr=1"], ["--lr: unknown flag; did you mean --optimizer.lr?"]),
         (["--config", "a", "--valdate"], ["--valdate: unknown flag; did you mean --validate?"]),
         (["--config", "a", "--qqq"], ["--qqq: unknown flag; --help lists all flags"]),
-        (
-            ["--config", "a", "--stages", "[]"],
-            ["--stages: is a list of tables; set its keys one by one: --stages.0.KEY VALUE"],
-        ),
+        (["--config", "a", "--stages"], ["--stages: needs a value: --stages VALUE"]),
         (["--config", "a", "--mesh", "2"], ["--mesh: is a table; set its keys one by one: --mesh.KEY VALUE"]),
         (["--config", "a", "--validate", "--print-config"], ["--print-config and --validate: choose one"]),
         (
@@ -84,6 +82,14 @@ def test_mistakes_come_all_at_once(words, messages):
     with pytest.raises(ConfigError) as caught:
         parse_command_line(words)
     assert str(caught.value).split("\n") == messages
+
+
+def test_a_list_of_tables_that_is_in_no_table_is_set_as_a_whole(capsys):
+    assert answer(parse_command_line(["--config", "debug_stages.toml", "--stages", "[]", "--validate"]))
+    assert "stage " not in capsys.readouterr().out
+    assert answer(parse_command_line(["--config", "debug.toml", "--print-config", "--stages=[]"]))
+    assert "--stages" in capsys.readouterr().out
+    assert without_overrides(["RUN", "--stages", "[]"]) == (["RUN"], ["--stages", "[]"])
 
 
 def test_help_lists_every_key_with_type_default_and_sentence(capsys):

@@ -551,6 +551,10 @@ def test_what_to_try_next_can_be_pasted():
         "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 300 --job.name toy-2-ranks"
     )
     assert "the same curve from two ranks" not in dict(next_rows(config(training={"micro_batch_size": 8}), "done"))
+    assert "the same curve from two ranks" not in dict(next_rows(config(), "done", is_fork=True))
+    assert rows["another seed, as a separate run"].endswith("--job.name toy-seed-1 --training.seed 1")
+    other = dict(next_rows(config(training={"seed": 1}), "done"))["another seed, as a separate run"]
+    assert other.endswith("--job.name toy-seed-2 --training.seed 2")
     own_folder = dict(next_rows(config(job={"output_dir": "out/"}), "done"))
     assert "--job.output_dir out-seed-1" in own_folder["another seed, as a separate run"]
 
