@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class Saver:
     console: Console
     is_due: bool = False
     """Whether a save is due that has waited, because the last steps were not finite."""
-    _data_before_last: dict[str, Any] = field(default_factory=dict)
-    """This rank's position in the data before the last step."""
+    last: QueuedStep | None = None
+    """The last step, if its result had not been read when the present one began."""
 
     def save(self, loader: DataLoader) -> None:
         """Save the present state, between two steps.
@@ -121,28 +121,27 @@ class Saver:
         During a launch's first step there is nothing to save: the same command starts from the same state.
 
         Args:
-            last: the last step, if its result has not been read yet.
+            last: becomes `last`.
             loader: this rank's, of the training data.
 
         Returns:
             A function for `Grace`, which raises UserError if the ranks hold different results of that step.
         """
+        self.last = last
         run = self.progress.run
         own_data = loader.state_dict()
-        before_last = self._data_before_last
-        self._data_before_last = own_data
 
-        def rescue(reason: str, group: dist.ProcessGroup) -> Callable[[], None]:
-            counts = last is not None and not last.read().is_missing_rows  # else it has changed nothing yet
-            after = self._with_result(run, last) if last and counts else run
-            data = before_last if last and not counts else own_data
+        def rescue(reason: str, group: dist.ProcessGroup) -> Callable[[], None] | None:
+            if self.last and self.last.read().is_missing_rows:
+                return None  # it has changed only some of what is saved, and is about to be computed again
+            after = self._with_result(run, self.last) if self.last else run
             validation_loss = self.validation.loss_after(after.step)
             is_new = after.step > self.progress.first_step
             if is_new:
                 self.console.line(
                     f"{reason}: saving the state of step {after.step} while step {after.step + 1} is computed"
                 )
-                self._save(after, loader, data, validation_loss, group)
+                self._save(after, loader, own_data, validation_loss, group)
             else:
                 self.console.line(f"{reason}: there is nothing new to save until the first step of this launch ends")
             return partial(self._report_rescue, reason, after.step, is_new, self.checkpoints.under_way)

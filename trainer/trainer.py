@@ -260,7 +260,9 @@ class Trainer:
         self.progress.is_stopping |= result.is_stopping
         is_traced = result.is_missing_rows
         if result.is_missing_rows:
-            last = self._again_without_buffers(last)
+            with self.watch.grace.changing():
+                last = self._again_without_buffers(last)
+                self.saver.last = last
             result = last.result()
         if result.skipped:
             with self.watch.phases.measure(Phase.OTHER):

@@ -223,6 +223,41 @@ def one_rank_is_ahead() -> tuple[list[int], list[float]]:
     return rescued, said
 
 
+def one_rank_has_computed_again() -> tuple[list[float], bool]:
+    """The last step lacks rows: it is computed again on rank 0, then on rank 1. Returns what was asked of `rescue`."""
+    rank, stop, asked, was_asked = dist.get_rank(), StopRequest(), [], threading.Event()
+
+    def rescue(reason: str, group: Any) -> Any:
+        dist.barrier(group)
+        asked.append(grace._finished.step)
+        was_asked.set()
+        return None if asked[-1] == 5 else lambda: None
+
+    grace = Grace(stop, 0.4, Console(rank=1), torch.device("cpu"), SAFETY_SECONDS)
+    with grace:
+        grace.computing(5, rescue)
+        stop.record(signal.SIGTERM, None)
+        assert was_asked.wait(SAFETY_SECONDS)
+        if rank == 1:
+            dist.barrier()
+        with grace.changing():
+            pass
+        if rank == 0:
+            dist.barrier()
+        grace._thread.join(SAFETY_SECONDS)
+        grace.updating()
+        with grace.changing():  # in the update, too, as between two steps
+            pass
+    return asked, grace.has_begun
+
+
+def test_a_state_that_is_about_to_change_is_not_saved(ranks):
+    for asked, has_begun in ranks(2, one_rank_has_computed_again):
+        assert asked[-1] == 5.5
+        assert set(asked[:-1]) == {5}
+        assert has_begun
+
+
 def test_a_rank_that_is_an_update_behind_is_let_through(ranks):
     for rank, (rescued, said) in enumerate(ranks(2, one_rank_is_ahead)):
         assert rescued == [6]

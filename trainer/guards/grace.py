@@ -14,9 +14,9 @@ to the same point: while all hold up the update after the same step, no rank is 
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -46,16 +46,17 @@ _ENDED = -2
 
 _STOP = "stop"
 
-Rescue = Callable[[str, dist.ProcessGroup], Callable[[], None]]
+Rescue = Callable[[str, dist.ProcessGroup], Callable[[], None] | None]
 """Saves the state after the last step, given a reason and a group for collectives; returns what remains to be done when
-training may continue."""
+training may continue, or None: the state is about to change, so nothing is saved yet."""
 
 
 @dataclass(frozen=True)
 class _Finished:
     """A rank's state while it computes a step: the last finished step, and how to save it."""
 
-    step: int
+    step: float
+    """Half a step more, once that step has been computed again while the next one is."""
     rescue: Rescue
     since: float
 
@@ -63,7 +64,8 @@ class _Finished:
 class Grace:
     """Saves the last finished step if a stop arrives in the middle of a long one; a context around training.
 
-    All ranks enter and leave it. Between `computing` and `updating` the main thread changes nothing that is saved.
+    All ranks enter and leave it. Between `computing` and `updating` the main thread changes what is saved inside
+    `changing` alone.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Grace:
         self._held_up = threading.Lock()  # held by the thread that decides whether the update may run
         self._held_up.acquire()
         self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)
+        self._is_computing = False
         self._updated = torch.cuda.Event() if device.type == "cuda" else None
         self._closing = threading.Event()
         self._is_abandoned = False
@@ -115,11 +118,29 @@ class Grace:
         if self._updated is not None:
             self._updated.record()
         self._finished = _Finished(step, rescue, time.monotonic())
+        self._is_computing = True
+        self._held_up.release()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Compute the last step again inside, also while the next one is computed; waits while tensors are saved.
+
+        Ranks of which some have done so and some have not do not agree on the step that they would save.
+        """
+        if not self._is_computing:
+            yield
+            return
+        self._held_up.acquire()
+        yield
+        if self._updated is not None:
+            self._updated.record()
+        self._finished = replace(self._finished, step=self._finished.step + 0.5)
         self._held_up.release()
 
     def updating(self) -> None:
         """Announce that the tensors are about to change; waits while they are being saved."""
         self._held_up.acquire()
+        self._is_computing = False
         self._step_seconds = time.monotonic() - self._finished.since
 
     def check(self, save_seconds: float | None, may_judge_step: bool) -> None:
@@ -182,8 +203,8 @@ class Grace:
                 least, most = self._agree(self._finished.step if is_held else _NOT_READY)
                 if least == _ENDED:
                     return None
-                if least == most != _NOT_READY:
-                    return self._rescue(reason)
+                if least == most != _NOT_READY and (finish := self._rescue(reason)):
+                    return finish
             finally:
                 if is_held:
                     self._held_up.release()
@@ -236,10 +257,12 @@ class Grace:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         return -both[0].item(), both[1].item()
 
-    def _rescue(self, reason: str) -> Callable[[], None]:
+    def _rescue(self, reason: str) -> Callable[[], None] | None:
         self.has_begun = True
         with self._beside_training():
-            return self._finished.rescue(reason, self._group)
+            finish = self._finished.rescue(reason, self._group)
+        self.has_begun = finish is not None
+        return finish
 
     def _beside_training(self) -> AbstractContextManager:
         """Use a stream that waits for the last update, but not for the step queued behind it; on a CPU, do nothing."""
