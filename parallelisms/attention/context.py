@@ -195,10 +195,10 @@ def _context_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped like q, and its logsumexp (batch, heads, seq / cp)."""
     ranks = _Ranks(q, numbers, ends, longest, group)
-    own = torch.stack((k, v))
+    transport = _TRANSPORTS[method](torch.stack((k, v)), ranks.group)  # from now on, beside the rank's own block
     out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), True, kernel)
     out = out.to(logsumexp.dtype)
-    for source, (k_there, v_there) in _TRANSPORTS[method](own, ranks.group).others():
+    for source, (k_there, v_there) in transport.others():
         rows, keys = ranks.visible(source)
         documents_seen = ranks.documents(source, rows, keys)
         block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, False, kernel)
@@ -232,10 +232,10 @@ def _context_attention_backward(
     """Gradients of this rank's queries, keys and values; the latter two sum the contributions of all ranks."""
     ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
+    transport = _TRANSPORTS[method](own, ranks.group)
     of_own = ranks.documents(ranks.rank, ranks.all, ranks.all)
     by_q, *by_own = attend_backward(grad, q, k, v, out, logsumexp, of_own, True, kernel)
     by_q = by_q.to(logsumexp.dtype)
-    transport = _TRANSPORTS[method](own, ranks.group)
     transport.give_back(ranks.rank, torch.stack(by_own).to(logsumexp.dtype))
     for source, (k_there, v_there) in transport.others():
         rows, keys = ranks.visible(source)
@@ -320,20 +320,19 @@ class _Ranks:
 
 
 class _Gather:
-    """Gathers all ranks' keys and values in one collective, and returns all gradients in another."""
+    """Gathers all ranks' keys and values in one collective, which it begins, and returns all gradients in another."""
 
     def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
         """own: keys and values, (2, batch, kv_heads, seq / cp, head_dim)."""
         self._own = own.contiguous()
         self._group = group
+        self._gathered = _c10d.all_gather_into_tensor(self._own, group.size(), group.group_name)
         self._by_source: dict[int, Tensor] = {}
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
         """Every other rank's number, with its keys and values."""
-        n_ranks = self._group.size()
-        name = self._group.group_name
-        gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(self._own, n_ranks, name))
-        for source, there in enumerate(gathered.unflatten(0, (n_ranks, -1))):
+        gathered = _c10d.wait_tensor(self._gathered)
+        for source, there in enumerate(gathered.unflatten(0, (self._group.size(), -1))):
             if source != self._group.rank():
                 yield source, there
 
@@ -356,14 +355,16 @@ class _Ring:
     """
 
     def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = own.contiguous()
+        self._own = own.contiguous()  # until it is sent
         self._group = group
+        self._first = self._pass_on(self._own)
         self._sum: Callable[[], Tensor] | None = None
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
         rank = self._group.rank()
         n_ranks = self._group.size()
-        arriving = self._pass_on(self._own)
+        arriving = self._first
+        del self._first
         for step in range(1, n_ranks):
             keys_values = arriving()
             if step < n_ranks - 1:

@@ -2,6 +2,7 @@
 
 import math
 import resource
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -90,6 +91,30 @@ def test_a_window_is_that_of_one_process(ranks, n_ranks, window):
     for with_documents in (False, True):
         for found in ranks(n_ranks, differences, "ring", torch.float64, with_documents, window):
             assert max(found) < 1e-13
+
+
+def order(method):
+    """What this rank begins, in order, forward and backward: transfers, and attention to a rank's keys."""
+    begun = []
+
+    def noting(name, call):
+        return lambda *arguments: (begun.append(name), call(*arguments))[-1]
+
+    gather = noting("transfer", _c10d.all_gather_into_tensor)
+    with ExitStack() as patches:
+        for name in ("attend", "attend_backward"):
+            patches.enter_context(patch.object(context, name, noting(name, getattr(context, name))))
+        patches.enter_context(patch.object(dist, "batch_isend_irecv", noting("transfer", dist.batch_isend_irecv)))
+        others = {name: getattr(_c10d, name) for name in ("wait_tensor", "reduce_scatter_tensor")}
+        patches.enter_context(patch.object(context, "_c10d", SimpleNamespace(all_gather_into_tensor=gather, **others)))
+        differences(method, torch.float64, False)
+    return begun
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_the_first_transfer_goes_beside_a_ranks_own_block(ranks, method):
+    for begun in ranks(2, order, method):
+        assert begun[:5] == ["transfer", "attend", "attend", "transfer", "attend_backward"]
 
 
 def differences_by_masks(*arguments):
