@@ -11,6 +11,7 @@ import fcntl
 import os
 import random
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,8 @@ class BlockCache:
         """
         self._slot_bytes = slot_bytes
         self._n_sets = max(1, n_bytes // (WAYS * (slot_bytes + _HEAD.size)))
+        self._taking = threading.Lock()
+        """Keeps threads from taking the same slot; of processes, `alone` lets one at a time into a set."""
         self.folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -75,11 +78,13 @@ class BlockCache:
         room = os.fstatvfs(self._file)
         if room.f_bavail * room.f_frsize < _LEFT_BYTES:
             raise OSError(errno.ENOSPC, f"its disk has less than {_LEFT_BYTES >> 30} GiB left", str(self.folder))
-        empty = [slot for slot, (_, _, size) in enumerate(self._heads(place)) if not size]
-        slot = empty[0] if empty else random.randrange(WAYS)
-        os.pwrite(self._file, content, self._content_at(place, slot))
         head = _HEAD.pack(key, xxhash.xxh3_128_digest(content), len(content))
-        os.pwrite(self._file, head, self._head_at(place) + slot * _HEAD.size)
+        with self._taking:
+            empty = [slot for slot, (_, _, size) in enumerate(self._heads(place)) if not size]
+            slot = empty[0] if empty else random.randrange(WAYS)
+            # The head takes the slot. Until the content is there, too, the block is not found.
+            os.pwrite(self._file, head, self._head_at(place) + slot * _HEAD.size)
+        os.pwrite(self._file, content, self._content_at(place, slot))
 
     def remove(self, place: int, key: bytes) -> None:
         """Remove the block with a key, if it is there."""

@@ -24,7 +24,7 @@ from configs.load import load  # noqa: E402
 from scripts import prepare_data  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from trainer.data import block_cache, bucket_place  # noqa: E402
-from trainer.data.block_cache import BlockCache  # noqa: E402
+from trainer.data.block_cache import WAYS, BlockCache  # noqa: E402
 from trainer.data.loader import build_loader  # noqa: E402
 from trainer.data.packing import write_mark  # noqa: E402
 from trainer.data.text.token_writer import TokenFileWriter  # noqa: E402
@@ -173,6 +173,21 @@ def test_of_processes_that_write_one_slot_at_once_nobody_reads_what_was_not_put(
 
     with ThreadPoolExecutor(4) as pool:
         assert min(pool.map(use, range(4))) > 20
+
+
+def test_threads_take_slots_of_their_own(tmp_path):
+    """Eight blocks of one set come at the same time, as those of several files do."""
+    for number in range(20):
+        cache = BlockCache(tmp_path / str(number), 1, 4096)
+        together = threading.Barrier(WAYS)
+
+        def put(nth, cache=cache, together=together):
+            together.wait()
+            cache.put(0, bytes([nth]) * 16, bytes([nth]) * 4000)
+
+        with ThreadPoolExecutor(WAYS) as pool:
+            list(pool.map(put, range(WAYS)))
+        assert all(cache.get(0, bytes([nth]) * 16) == bytes([nth]) * 4000 for nth in range(WAYS))
 
 
 def test_a_block_that_the_local_disk_has_changed_is_requested_again(folder, data, tmp_path, asked):
