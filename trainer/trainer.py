@@ -144,8 +144,8 @@ class Trainer:
                         batch = next(self.loader)
                     gradients = self._gradients(number, batch)
                     # Now the device has work. The result of the last step, if it is not read yet, is waited for.
-                    is_traced = self._read_result()
-                    if is_traced:  # what that computed has overwritten the gradients
+                    is_overwritten = self._read_result()
+                    if is_overwritten:
                         gradients = self._gradients(number, batch)
                     step = self._judge(number, batch, gradients)
                     self.watch.updating()  # waits while a signal has the state saved in the middle of this step
@@ -258,7 +258,7 @@ class Trainer:
         with self.runtime.ledger.waiting_for_step():
             result = last.result()
         self.progress.is_stopping |= result.is_stopping
-        is_traced = result.is_missing_rows
+        is_overwritten = result.is_missing_rows
         if result.is_missing_rows:
             with self.watch.grace.changing():
                 last = self._again_without_buffers(last)
@@ -266,9 +266,9 @@ class Trainer:
             result = last.result()
         if result.skipped:
             with self.watch.phases.measure(Phase.OTHER):
-                is_traced |= report_skip(result, self.progress, self.learner, last.micro_batches, self.console)
+                is_overwritten |= report_skip(result, self.progress, self.learner, last.micro_batches, self.console)
         if result.is_spike and self._rewind(result):
-            return is_traced
+            return is_overwritten
         self.records.fingerprints.record(self.run, result)
         self.progress.count(result)
         step = self.run.step
@@ -280,7 +280,7 @@ class Trainer:
         if is_due or has_news:
             self._log(result, validation)
         self.console.advance(step)
-        return is_traced
+        return is_overwritten
 
     def _again_without_buffers(self, last: QueuedStep) -> QueuedStep:
         """Compute the last step again, with all rows of its experts; it has changed nothing yet."""
