@@ -33,10 +33,14 @@ class Mistake:
 def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
     """Return one mistake per key, in the order of the schema.
 
-    A missing key is not reported if an unknown one is probably that key misspelled. Only the first MAX_EXPLAINED are
-    explained, because finding the nearest key takes milliseconds.
+    A missing key is not reported if an unknown one is probably that key misspelled; nor are the missing and the unknown
+    keys of a model whose architecture is wrong. Only the first MAX_EXPLAINED are explained, because finding the nearest
+    key takes milliseconds.
     """
     first = _errors(error)[:MAX_EXPLAINED]
+    if any(item["loc"][:2] == ("model", "architecture") for item in first):
+        judged = ("missing", "extra_forbidden")
+        first = [item for item in first if item["loc"][0] != "model" or item["type"] not in judged]
     found = {(_known(item["loc"]), item["type"] in ("missing", "extra_forbidden")): item for item in first}
     unknown = [item["loc"] for item in found.values() if item["type"] == "extra_forbidden"]
     meant = {_suggestion(path) for path in unknown}

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from configs.architectures.hf import NEEDED, first_of
+from configs.architectures.hf import NEEDED
 from configs.files import whole
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
 
@@ -108,10 +108,10 @@ def _faults(fields: Mapping[str, Any]) -> Iterator[str]:
         yield "the weights are quantized (quantization_config), and such weights do not train; take the original ones"
     yield from _unknown_family(kind, fields)
     for names in NEEDED:
-        value = first_of(fields, names)
+        name, value = next(((each, fields[each]) for each in names if fields.get(each) is not None), (names[0], None))
         if type(value) is not int or value < 1:
             what = "lacks" if value is None else f"has {shortened(repr(value), 60)} as"
-            yield f"the config.json {what} {names[0]}, a whole number of 1 or more; set {_FIELD}.{names[0]}"
+            yield f"the config.json {what} {name}, a whole number of 1 or more; set {_FIELD}.{name}"
 
 
 def _unknown_family(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:

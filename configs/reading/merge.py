@@ -14,6 +14,7 @@ import tomli
 
 from configs.errors import ConfigError
 from configs.files import whole
+from configs.own_code import is_import_path
 from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.line_numbers import line_numbers
 from configs.reading.toml_text import value_text
@@ -47,9 +48,11 @@ class Layers:
         self._merge(self.values, values, (), places)
 
     def _forget_other_shape(self, architecture: Any) -> None:
-        """Remove the keys of [model] from files, if they are of another architecture."""
+        """Remove the keys of [model] from files, if they are of another architecture; an unknown one is no other."""
         below = self.values.get("model")
-        if isinstance(below, dict) and below.get("architecture", "llama") != architecture:
+        key = find(("model", "architecture"))
+        is_known = is_import_path(architecture) or (key is not None and architecture in key.choices)
+        if is_known and isinstance(below, dict) and below.get("architecture", "llama") != architecture:
             for key in list(below):
                 self._remove_what_files_set(("model", key))
 

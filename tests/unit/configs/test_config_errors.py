@@ -182,6 +182,14 @@ def test_everything_at_once_and_each_at_its_own_place():
     ]
 
 
+@pytest.mark.parametrize("more", ["", "[model.options]\nwidth = 8"])
+def test_an_unknown_architecture_is_one_mistake(more):
+    """The keys of the model below it stay, and those of the one that was meant are not judged."""
+    expected = 'model.architecture must be one of "llama" | "hf" or string such as "module:Class", got "my_model"'
+    assert mistakes(f'[model]\narchitecture = "my_model"\n{more}') == [f"job.toml:3: {expected}"]
+    assert mistakes(more, "--model.architecture", "my_model") == [f"--model.architecture: {expected}"]
+
+
 def test_a_flag_that_cannot_be_set_is_reported_beside_what_is_wrong_between_keys():
     found = mistakes("[model]\nn_kv_heads = 3", "--training.seed.x=1")
     assert [line.split(" ")[0] for line in found] == ["job.toml:3:", "--training.seed.x:"]

@@ -81,6 +81,10 @@ def test_another_architecture_replaces_the_table_of_the_base(folder):
         ),
         (["--model.hf_overrides.hidden_size", "none"], "--model.hf: the config.json lacks hidden_size"),
         (
+            ["--model.hf_overrides.hidden_size", "none", "--model.hf_overrides.n_embd", "wide"],
+            "has 'wide' as n_embd, a whole number of 1 or more; set model.hf_overrides.n_embd",
+        ),
+        (
             ["--model.hf_overrides.model_type", "qwen33"],
             'no causal language model of model_type "qwen33"; did',
         ),
