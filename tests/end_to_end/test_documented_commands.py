@@ -263,6 +263,7 @@ NOT_RUN = {  # beginning of a line: why not
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
     "python -m tests.gpu": "needs a GPU; tests/gpu/test_first_half_hour.py",
     "python -m tests.null_gpu": "needs torch's CUDA build; tests/null_gpu",
+    "OMP_NUM_THREADS=2 python -m tests.peers": "as the next",
     "python -m tests.peers": "needs other frameworks' environments; tests/unit/scripts/test_scripts.py",
     "python -m tests.real_weights": "needs a model in full size",
     "torchrun --nproc-per-node 2 train.py --config qwen3.toml": "tests/end_to_end/test_hf_runs.py",
