@@ -234,9 +234,11 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress, put: P
     marks = sorted({f"{key.rpartition('/')[0]}/{UNFINISHED}".lstrip("/") for key in files})
     done = 0
     try:
+        left = bucket.objects().keys()
         for mark in marks:
             bucket.put(mark, b"")
-        bucket.delete(bucket.objects().keys() - files.keys() - set(marks))
+        stays = files.keys() if left.isdisjoint(marks) else files.keys() - {manifest}  # a killed call may have put it
+        bucket.delete(left - stays - set(marks))
         for key in sorted(files.keys() - {manifest}):
             put(bucket, key, files[key], partial(tell, key, done))
             done += sizes[key]

@@ -55,6 +55,7 @@ _OF_A_RANK = "__"
 _ATTEMPT = re.compile(r"checkpoints/step-(\d{8,})/of-(\d+)\.(\d+)/")
 FORKED = "of-0.0"
 """The prefix of a checkpoint that was put before the run's first launch."""
+_IN_A_RUN = re.compile(r"/checkpoints(/step-\d{8,})?$")
 _NOT_PUT = re.compile(r"(^|/)(step-\d+[^/]*|imported-[0-9a-f]+|\.[^/]*)/|(^|/)\.[^/]*$")
 """Paths in a run's folder that are not put as they are: checkpoints, weights that are imported again, hidden files."""
 
@@ -358,7 +359,8 @@ def local_copy(name: str) -> Path:
     """
     if fault := url_fault(name):
         raise UserError(f"{name}: {fault}")
-    place, slash, inside = name.rstrip("/").partition("/checkpoints")
+    place = _IN_A_RUN.sub("", name.rstrip("/"))
+    inside = name.rstrip("/").removeprefix(place)
     folder = standing_for(place)
     bucket = Bucket(place)
     keys = bucket.list()
@@ -368,7 +370,7 @@ def local_copy(name: str) -> Path:
     ends = [key.removesuffix("config.toml") for key in keys if key.endswith("config.toml")]
     for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
         BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
-    found = folder / f"{slash}{inside}".lstrip("/")
+    found = folder / inside.removeprefix("/")
     if not ends or not found.exists():
         raise UserError(f"{name}: there is no run or checkpoint of that name in the bucket")
     return found

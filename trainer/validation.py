@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from configs.schema import Config
@@ -56,7 +57,10 @@ class Validation:
             sizes = self._mesh.sizes
             self._loader = build_loader(config, self._mesh.dp_rank, sizes.dp, start_sample=0, validation=True)
             if config.tokenizer.path:
-                self._token_bytes = torch.from_numpy(load_tokenizer(config.tokenizer.path).token_bytes())
+                token_bytes = load_tokenizer(config.tokenizer.path).token_bytes()
+                # Further ids stand for no text; random tokens of a synthetic source may have them.
+                n_further = config.model.vocab_size - len(token_bytes)
+                self._token_bytes = torch.from_numpy(np.pad(token_bytes, (0, n_further)))
 
     def measure(self, learner: Learner, step: int, is_over: Callable[[], bool]) -> ValidationResult | None:
         """Validate after `step` steps; arguments and result as of `validate`."""

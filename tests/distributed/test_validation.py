@@ -15,7 +15,7 @@ from trainer.data.loader import build_loader
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.step import build_learner
-from trainer.validation import validate
+from trainer.validation import Validation, validate
 
 VOCAB, SEQ_LEN, SEQUENCES = 320, 32, 8
 SHARES = {"code": 0.75, "prose": 0.25}
@@ -107,6 +107,27 @@ def test_losses_and_bits_per_byte_are_those_computed_by_hand(ranks, data):
     assert result.validation_bits_per_byte == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-10)
     weighted = sum(share * result.validation_by_source[name]["loss"] for name, share in SHARES.items())
     assert result.validation_loss == pytest.approx(weighted, rel=1e-10)
+
+
+def measure_random_tokens(root):
+    """What a validation on random tokens of a vocabulary that is padded finds."""
+    words = (
+        *("--validation.interval", "1", "--validation.sequences", str(SEQUENCES)),
+        *("--validation.sources", '[{name = "noise", kind = "synthetic"}]'),
+        *("--tokenizer.path", str(root / "tokenizer.model"), "--model.vocab_size", str(VOCAB + 64)),
+    )
+    config = load("parity.toml", words, 1).config
+    mesh = build_mesh(mesh_sizes(config, 1), torch.device("cpu"))
+    validation = Validation(config, mesh)
+    result = validation.measure(build_learner(config, mesh), 1, lambda: False)
+    validation.close()
+    return result
+
+
+def test_the_padding_of_a_vocabulary_has_no_text(ranks, data):
+    (result,) = ranks(1, measure_random_tokens, data)
+    assert result.validation_loss == pytest.approx(math.log(VOCAB + 64), rel=0.05)
+    assert 0 < result.validation_bits_per_byte < math.inf
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from checkpoint import bucket as buckets  # noqa: E402
 from checkpoint import bucket_launch as launches  # noqa: E402
 from checkpoint import bucket_storage as storages  # noqa: E402
 from checkpoint.bucket import QUICK, Bucket, BucketError, Patience  # noqa: E402
-from checkpoint.bucket_files import UNFINISHED, bring  # noqa: E402
+from checkpoint.bucket_files import UNFINISHED, bring, put_folder  # noqa: E402
 from checkpoint.bucket_launch import Claim, claim_in  # noqa: E402
 from checkpoint.bucket_storage import BucketStorage, local_copy, place_told, storage_of, with_tensors  # noqa: E402
 from checkpoint.incarnation import Superseded  # noqa: E402
@@ -383,6 +383,25 @@ def test_a_copy_has_the_tensors_when_they_are_asked_for(objects, tmp_path, monke
         local_copy("s3://bucket/none")
 
 
+@pytest.mark.parametrize("place", ["s3://bucket/checkpoints/llama", "s3://bucket/checkpoints-old/run"])
+def test_a_run_may_lie_in_a_folder_called_checkpoints(objects, tmp_path, monkeypatch, place):
+    """Its parent is not listed, which the credentials may not allow."""
+    launched(tmp_path / "a", 10)
+    (objects / "config.toml").write_text("")
+    there = tmp_path / "objects" / place.removeprefix("s3://")
+    there.parent.mkdir()
+    objects.rename(there)
+    listed = []
+    objects_of = Bucket.objects
+    monkeypatch.setattr(Bucket, "objects", lambda self, prefix="": listed.append(self.url) or objects_of(self, prefix))
+    monkeypatch.chdir(tmp_path)
+    copy = local_copy(place)
+    assert steps_in(copy / "checkpoints") == [10]
+    for inside in ("checkpoints", "checkpoints/step-00000010"):
+        assert local_copy(f"{place}/{inside}") == copy / inside
+    assert {url.rstrip("/") for url in listed} == {place}
+
+
 def test_a_run_in_a_folder_begins_with_the_weights_of_one_in_a_bucket(objects, tmp_path, monkeypatch):
     """Of two hosts, each with a disk of its own, whose copy may have the content, too."""
     launched(tmp_path / "a", 10, 20)
@@ -457,6 +476,34 @@ def test_an_export_into_a_bucket(objects, tmp_path, monkeypatch, capsys):
     assert {file.name: file.read_bytes() for file in objects.iterdir()} == here
     assert export_hf.main([*words, "s3://bucket"]) == 1
     assert "it names a whole bucket" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_put_but_for_its_marks_is_put_again(objects, tmp_path, monkeypatch):
+    """The manifest of an import or a fork differs each time."""
+    (tmp_path / "made").mkdir()
+    manifest = tmp_path / "made" / "MANIFEST.json"
+    manifest.write_text("first")
+    delete = Bucket.delete
+
+    def killed(self, keys):
+        if UNFINISHED in keys:
+            raise KeyboardInterrupt
+        delete(self, keys)
+
+    def put():
+        put_folder(manifest.parent, URL, manifest.name, lambda done, total, message: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            put()
+    assert {file.name for file in objects.iterdir()} == {UNFINISHED, manifest.name}
+    manifest.write_text("second")
+    put()
+    assert [file.read_text() for file in objects.iterdir()] == ["second"]
+    manifest.write_text("third")
+    with pytest.raises(UserError, match="another command has put its files here meanwhile"):
+        put()
 
 
 def fresh(tmp_path):
