@@ -67,12 +67,13 @@ def tag_of_model(table: Any) -> str:
     return "hf" if name == "hf" else "llama"
 
 
-_TABLES: dict[str, type[Model] | type[HfModel] | type[OwnModel]] = {"llama": Model, "hf": HfModel, "own": OwnModel}
+TABLES_OF_MODEL: dict[str, type[Model] | type[HfModel] | type[OwnModel]]
+TABLES_OF_MODEL = {"llama": Model, "hf": HfModel, "own": OwnModel}
 
 
 def table_of_model(table: Any) -> type[Model] | type[HfModel] | type[OwnModel]:
     """The class for a table [model]."""
-    return _TABLES[tag_of_model(table)]
+    return TABLES_OF_MODEL[tag_of_model(table)]
 
 
 class Tokenizer(Table):

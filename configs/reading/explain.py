@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from configs.own_code import EXAMPLE
 from configs.reading.keys import Key, KeyPath, dotted, find, general, key_path, nearest, schema_keys
 from configs.reading.merge import Layers
 from configs.reading.removed import REMOVED
 from configs.reading.toml_text import value_text
-from configs.schema import tag_of_model
+from configs.schema import TABLES_OF_MODEL, tag_of_model
 
 MAX_EXPLAINED = 200
 """The number of mistakes in a job that are explained."""
@@ -97,12 +98,17 @@ def _unknown(path: KeyPath, layers: Layers) -> Mistake:
 
 def _of_another_architecture(path: KeyPath, layers: Layers) -> str:
     """What to do with a key of [model] that another architecture has."""
-    own = tag_of_model(layers.values["model"])
+    model = layers.values["model"]
+    own = tag_of_model(model)
     if own == "hf":
         what = "the shape of the model comes from model.hf; leave it out, or set a field of it in model.hf_overrides"
+    elif own == "own":
+        what = "leave it out; what its class takes stands in [model.options]"
     else:
-        what = 'leave it out, or set architecture = "hf"'
-    return f'{dotted(path)} is no key of architecture "{own}"; {what}'
+        is_options = path[1] in TABLES_OF_MODEL["own"].model_fields
+        name = f'"{EXAMPLE}", a model of your own' if is_options else '"hf"'
+        what = f"leave it out, or set architecture = {name}"
+    return f'{dotted(path)} is no key of architecture "{model.get("architecture", own)}"; {what}'
 
 
 def _remedy(name: str) -> str:

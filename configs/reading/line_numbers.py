@@ -20,7 +20,7 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
     lines: dict[KeyPath, int] = {}
     n_items: dict[KeyPath, int] = {}  # of each list of tables
     table: KeyPath = ()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if header := _HEADER.match(line):
             table = _table(header[2], is_list=bool(header[1]), n_items=n_items)
             path = table

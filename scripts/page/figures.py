@@ -15,6 +15,7 @@ from scripts.page.experts import shares
 from scripts.page.flags import spikes
 from scripts.page.recorded import Recorded, is_date, is_duration, is_number, was_not_finite
 from scripts.page.thin import bin_means, thin
+from trainer.report.evaluations import is_error
 
 Unit = Literal["number", "count", "percent", "share", "bytes", "seconds", "small"]
 """How the page writes a value; "share" is 0 to 1, "small" in powers of ten."""
@@ -136,8 +137,6 @@ NOTES: dict[str, tuple[str, Unit]] = {
     "multi_token_losses": ("in nats, by how many tokens beyond the next one", "number"),
 }
 """What charts of keys with numbers by name say of them, and their unit."""
-_ERROR = "_stderr"
-"""How a measure ends that is the standard error of another, which the page's table has."""
 _NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank", "tflops"}
 _NOT_DRAWN |= {"plan", "planned_parts"}
 """Keys that are in other parts of the page; TFLOP/s are proportional to tokens per second."""
@@ -241,7 +240,7 @@ def _by_measure(key: str, run: Recorded) -> dict[str, Curves]:
             }
         for name, item in value.items() if isinstance(value, dict) else ():
             for measure, number in item.items() if isinstance(item, dict) else (("", item),):
-                if is_number(number) and not measure.endswith(_ERROR):
+                if is_number(number) and not is_error(measure):  # the page's table has them
                     steps, values = measures.setdefault(measure, {}).setdefault(name, ([], []))
                     steps.append(record["step"])
                     values.append(number)

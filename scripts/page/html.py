@@ -22,6 +22,7 @@ from scripts.page.flags import flags
 from scripts.page.ranking import ranking
 from scripts.page.recorded import Recorded, differences, is_date, is_number, is_step, number_text, plain
 from scripts.page.thin import thin
+from trainer.report.evaluations import error_of, is_error
 from trainer.report.metrics import Kind
 from trainer.report.units import brief, count, duration, fixed, percent, size
 
@@ -347,8 +348,8 @@ def _results(run: Recorded) -> dict[str, str]:
         tasks = record.get("evaluation")
         for task, measures in tasks.items() if isinstance(tasks, dict) else ():
             for measure, value in measures.items() if isinstance(measures, dict) else ():
-                if is_number(value) and not measure.endswith("_stderr"):
-                    error = measures.get(f"{measure}_stderr")
+                if is_number(value) and not is_error(measure):
+                    error = error_of(measures, measure)
                     spread = f" ± {fixed(error)}" if is_number(error) else ""
                     step = f"<small>step {record['step']:,}</small>"
                     results[f"{task}: {measure}"] = f"{fixed(value)}{spread} {step}"

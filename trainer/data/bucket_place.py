@@ -103,7 +103,8 @@ class BucketPlace:
             return None
         if self._objects[name].size > max_bytes:
             raise ValueError(f"it has more than {max_bytes} bytes")
-        return self.bucket.get(name)
+        with errors_for_user():
+            return self.bucket.get(name)
 
 
 class BucketFile:

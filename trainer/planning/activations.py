@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -99,7 +100,7 @@ class _Asked(NamedTuple):
             [training.seq_len, training.compute_dtype, self.config.compile.enable, self.on_gpu, by_kernels],
             [self.layer, sorted(self.frozen), astuple(self.part), context if self.part.cp > 1 else "", factor],
             self.checkpointing.model_dump(mode="json"),
-            _source(),
+            [_source(), version("transformers") if isinstance(self.config.model, HfModel) else ""],
         ]
         return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -110,8 +111,7 @@ def _source() -> str:
     root = Path(__file__).parents[2]
     folders = (root / name for name in ("configs", "models", "parallelisms", "trainer/planning"))
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    version = str(torch.__version__)
-    return sha256(version.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
+    return sha256(str(torch.__version__).encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 _answers: dict[str, BlockMemory] = {}

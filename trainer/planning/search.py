@@ -75,7 +75,8 @@ class Found:
         longer = {part: other.parts.get(part, 0.0) - self.parts.get(part, 0.0) for part in {*self.parts, *other.parts}}
         part = max(sorted(longer), key=lambda each: longer[each])
         if other.seconds - self.seconds < 1e-6 * self.seconds:
-            return f"equally fast, with {size(other.memory - self.memory)} less memory"
+            saved = other.memory - self.memory
+            return f"equally fast, with {size(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
         return f"{longer[part]:.3g} s less of {part}"
 
 

@@ -53,7 +53,10 @@ def _epochs(config: Config, tokens: int, sizes: dict[str, int | None], total: Co
     for source in config.data.sources:
         of_stage = round(tokens * source.weight / weights)
         total[source.name] += of_stage
-        size = sizes.setdefault(source.path or source.name, _size(source, config))
+        key = source.path or source.name
+        if key not in sizes:
+            sizes[key] = _size(source, config)
+        size = sizes[key]
         if size is None:
             yield f"{source.name} {count(of_stage)} tokens"
             continue

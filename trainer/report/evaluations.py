@@ -5,14 +5,16 @@ records those that metrics.jsonl lacks. So a result is recorded once, whatever d
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from checkpoint.manifest import step_folder, steps_in
 from configs.files import write_json
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, read_records
 
+T = TypeVar("T")
 FOLDER = "evaluations"
 Scores = dict[str, dict[str, float]]
 """Metrics, such as `acc` and `acc_stderr`, by task and group of tasks."""
@@ -63,12 +65,22 @@ def described(result: EvaluationMetrics, name: str | None = None) -> str:
         f"{task} {name} {value:.4f}{_plus_minus(metrics, name)}"
         for task, metrics in result.evaluation.items()
         for name, value in metrics.items()
-        if "_stderr" not in name
+        if not is_error(name)
     ]
     return f"{name or f'evaluation of step {result.step}'}: {', '.join(scores)}"
 
 
-def _plus_minus(metrics: dict[str, float], name: str) -> str:
-    metric, comma, how = name.partition(",")
-    error = metrics.get(f"{metric}_stderr{comma}{how}")
+def _plus_minus(metrics: Mapping[str, float], name: str) -> str:
+    error = error_of(metrics, name)
     return "" if error is None else f" ± {error:.4f}"
+
+
+def is_error(name: str) -> bool:
+    """Whether a metric is the standard error of another: `acc_stderr`, `exact_match_stderr,strict-match`."""
+    return name.partition(",")[0].endswith("_stderr")
+
+
+def error_of(metrics: Mapping[str, T], name: str) -> T | None:
+    """The standard error of a metric; None if there is none."""
+    metric, comma, how = name.partition(",")
+    return metrics.get(f"{metric}_stderr{comma}{how}")

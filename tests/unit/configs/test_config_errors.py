@@ -190,6 +190,12 @@ def test_an_unknown_architecture_is_one_mistake(more):
     assert mistakes(more, "--model.architecture", "my_model") == [f"--model.architecture: {expected}"]
 
 
+def test_a_key_of_another_architecture_says_of_which():
+    (found,) = mistakes("[model]\noptions = {width = 8}")
+    assert found.startswith('job.toml:3: model.options is no key of architecture "llama"; leave it out, or set ')
+    assert found.endswith('architecture = "module:Class", a model of your own')
+
+
 def test_a_flag_that_cannot_be_set_is_reported_beside_what_is_wrong_between_keys():
     found = mistakes("[model]\nn_kv_heads = 3", "--training.seed.x=1")
     assert [line.split(" ")[0] for line in found] == ["job.toml:3:", "--training.seed.x:"]

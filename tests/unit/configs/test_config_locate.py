@@ -50,5 +50,10 @@ def test_keys_and_tables():
     }
 
 
+def test_only_a_newline_ends_a_line():
+    """Comments and strings may have what Python takes for the end of a line, too."""
+    assert line_numbers("# a\u2028b\u0085c\x0bd\nsteps = 1\n") == {("steps",): 2}
+
+
 def test_windows_line_ends():
     assert line_numbers(DOCUMENT.replace("\n", "\r\n")) == line_numbers(DOCUMENT)

@@ -347,6 +347,13 @@ def test_a_file_names_the_line_of_an_option(job):
     assert f"{file}:4: Adamax has no option maximise; did you mean maximize?" in message(str(file))
 
 
+def test_a_key_of_another_architecture_is_named(job):
+    assert (
+        '--model.dim: model.dim is no key of architecture "my_model:GPT2"; leave it out; what its class takes stands in '
+        "[model.options]"
+    ) in message(job, "--model.architecture", "my_model:GPT2", "--model.dim", "8")
+
+
 def test_a_file_names_the_line(job):
     file = Path(job).with_name("lines.toml")
     file.write_text('base = "parity.toml"\n[model]\narchitecture = "my_model:GPT2"\n[model.options]\ndimm = 3\n')

@@ -26,7 +26,7 @@ from tests.conftest import ROOT  # noqa: E402
 from trainer.data import block_cache, bucket_place  # noqa: E402
 from trainer.data.block_cache import WAYS, BlockCache  # noqa: E402
 from trainer.data.loader import build_loader  # noqa: E402
-from trainer.data.packing import write_mark  # noqa: E402
+from trainer.data.packing import packed_for, write_mark  # noqa: E402
 from trainer.data.text.token_writer import TokenFileWriter  # noqa: E402
 from trainer.data.token_file import BLOCK_BYTES, HEADER_BYTES, TokenFolder, folder_fingerprint  # noqa: E402
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece  # noqa: E402
@@ -304,6 +304,18 @@ def test_a_server_that_stays_away_ends_the_run_as_an_outage(folder, data, monkey
     monkeypatch.setattr(Bucket, "get_range", get)
     with pytest.raises(OutageError, match=r"a\.tokens: the server can't be reached"):
         read.read(0, 100_000)
+
+
+def test_an_outage_at_the_mark_of_packed_text_is_no_damage(folder, data, monkeypatch):
+    write_mark(folder, 499)
+    place = TokenFolder(URL, VOCAB, data=data).place
+
+    def away(self, key):
+        raise BucketError(errno.EIO, "the server can't be reached", f"{self.url}/{key}")
+
+    monkeypatch.setattr(Bucket, "get", away)
+    with pytest.raises(OutageError, match=r"packed\.json: the server can't be reached"):
+        packed_for(place)
 
 
 # ------------------------------------------------------------------- a job

@@ -365,10 +365,11 @@ def test_the_budget_of_bad_files(corpus, tmp_path):
     ("inputs", "words"),
     [(("empty",), "no text"), (("text/05.py",), "no text"), (("text/01.py",), "leaves none"), (("gone",), "no such")],
 )
-def test_inputs_that_give_no_tokens_leave_nothing_behind(corpus, tmp_path, inputs, words):
+@pytest.mark.parametrize("drop_duplicates", [False, True])
+def test_inputs_that_give_no_tokens_leave_nothing_behind(corpus, tmp_path, inputs, words, drop_duplicates):
     (corpus / "empty").mkdir(exist_ok=True)
     with pytest.raises(UserError, match=words):
-        run(corpus, tmp_path / "out", inputs=inputs)
+        run(corpus, tmp_path / "out", inputs=inputs, drop_duplicates=drop_duplicates)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -150,20 +150,27 @@ def test_results_of_an_evaluation_join_their_steps(tmp_path):
         for step, result in (
             (20, {"a": {"acc": 0.25, "acc_stderr": 0.05}}),
             (20, {"b": {"acc": 0.5}}),
+            (20, {"c": {"exact_match,strict-match": 0.125, "exact_match_stderr,strict-match": 0.0625}}),
             (99, {"a": {"acc": 0.75}}),
         ):
             file.write(json.dumps({"step": step, "evaluation": result, "time": began + 1e6}) + "\n")
     run = read_run(run.folder, "run")
-    assert run.records[19]["evaluation"] == {"a": {"acc": 0.25, "acc_stderr": 0.05}, "b": {"acc": 0.5}}
+    assert run.records[19]["evaluation"] == {
+        "a": {"acc": 0.25, "acc_stderr": 0.05},
+        "b": {"acc": 0.5},
+        "c": {"exact_match,strict-match": 0.125, "exact_match_stderr,strict-match": 0.0625},
+    }
     assert run.records[19]["time"] == began + 19
     (chart,) = [chart for chart in charts([run]) if chart["title"] == "Evaluation: acc"]
     assert [(series["label"], series["x"], series["y"]) for series in chart["series"]] == [
         ("a", [20, 99], [0.25, 0.75]),
         ("b", [20], [0.5]),
     ]
+    assert not [chart["title"] for chart in charts([run]) if "stderr" in chart["title"]]
     cells = made(run).texts["td"]
     assert "0.7500" in cells
     assert "0.5000" in cells
+    assert "0.1250 ± 0.0625" in cells
 
 
 @pytest.mark.slow

@@ -239,7 +239,7 @@ def _shards(call: Call, working: Path, bad: BadFiles) -> tuple[list[InputFile], 
 
 def _without_duplicates(call: Call, shards: list[Shard]) -> list[Shard]:
     """Tell each shard which of its documents are copies of earlier ones."""
-    if not call.settings.drop_duplicates:
+    if not call.settings.drop_duplicates or not shards:
         return shards
     hashes = dict.fromkeys((shard.index for shard in shards), b"")
     what = "looking for duplicates"
