@@ -180,10 +180,6 @@ class Bucket:
         """
         return self._called(key, lambda: _stored(self._client.head(self._quick, key)))
 
-    def changed(self, key: str) -> float:
-        """When an object was put, in seconds since the epoch by the server's clock."""
-        return self.look(key).modified
-
     def put(self, key: str, content: Any) -> None:
         """Create or replace an object, at once."""
         self._called(key, lambda: self._client.put(self._patient, key, content, use_multipart=False))

@@ -152,7 +152,7 @@ class BucketStorage(FolderStorage):
         for name in {*_DESCRIBING, *(name for name in sizes if not name.startswith(_OF_A_RANK))}:
             with suppress(FileNotFoundError):
                 (checkpoint / name).write_bytes(self._bucket.get(f"{place}{name}"))
-        os.utime(checkpoint / MANIFEST_NAME, 2 * (self._bucket.changed(f"{place}{MANIFEST_NAME}"),))
+        os.utime(checkpoint / MANIFEST_NAME, 2 * (self._bucket.look(f"{place}{MANIFEST_NAME}").modified,))
         with suppress(TypeError):  # a size that is none
             in_parts = {name: size for name, size in sizes.items() if name.startswith(_OF_A_RANK)}
             self._make_placeholders(checkpoint, checkpoint, in_parts)

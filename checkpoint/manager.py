@@ -350,14 +350,11 @@ class CheckpointManager:
         """Write `state` as it is now, in the background if the mode is "async"; `save.result` becomes the outcome."""
         try:
             shards = shards_of(state)
-            is_staged = self._mode == "async"
-            if is_staged:
-                shards = self._stager.stage(shards)
             if self._mode == "sync":
-                self._write(save, shards, is_staged)
+                self._write(save, shards, False)
                 return
+            arguments = (save, self._stager.stage(shards), True)
             # A daemon: if training dies, the process must not linger until a collective times out.
-            arguments = (save, shards, is_staged)
             threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
         except BaseException as error:
             save.result.set_exception(error)  # another thread may wait for it

@@ -13,6 +13,7 @@ import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a file
@@ -143,8 +144,7 @@ def _slope(by_dim: Mapping[int, float]) -> float:
     """The power of the width that fits best (least squares of logarithms)."""
     xs = [math.log(dim) for dim in by_dim]
     ys = [math.log(size) for size in by_dim.values()]
-    x_mean = sum(xs) / len(xs)
-    return sum((x - x_mean) * y for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
+    return linear_regression(xs, ys).slope
 
 
 # --------------------------------------------------------------------------- learning rates

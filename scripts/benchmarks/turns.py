@@ -41,13 +41,11 @@ def warm_up(step: Step, steps: int) -> None:
         step()
 
 
-def seconds_a_step(step: Step, steps: int, device: torch.device, finish: Step | None = None) -> float:
-    """Measure the mean time of consecutive steps, including `finish` at their end."""
+def seconds_a_step(step: Step, steps: int, device: torch.device) -> float:
+    """Measure the mean time of consecutive steps."""
     started = _now(device)
     for _ in range(steps):
         step()
-    if finish:
-        finish()
     return (_now(device) - started) / steps
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from scripts.page.recorded import Recorded, is_number
@@ -26,15 +27,11 @@ def recent_shares(run: Recorded) -> tuple[int, dict[str, list[float]]]:
     found = [each for record in run.records[-STEPS:] if (each := shares(record.get("tokens_per_expert")))]
     newest = found[-1] if found else {}
     alike = [each for each in found if _widths(each) == _widths(newest)]
-    return len(alike), {layer: [*map(_mean, zip(*(each[layer] for each in alike), strict=True))] for layer in newest}
+    return len(alike), {layer: [*map(fmean, zip(*(each[layer] for each in alike), strict=True))] for layer in newest}
 
 
 def _widths(layers: dict[str, list[float]]) -> dict[str, int]:
     return {layer: len(experts) for layer, experts in layers.items()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def boxes(experts: Sequence[float]) -> list[tuple[int, int, int]]:

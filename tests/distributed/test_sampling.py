@@ -67,7 +67,7 @@ def save(folder, run, words, n_steps=3):
 def greedy(run, n):
     """The tokens of prompts and texts."""
     trained = load_trained(run)
-    prompts = [prompt_tokens(trained.tokenizer, prompt, trained.seq_len) for prompt in PROMPTS]
+    prompts = [prompt_tokens(trained.tokenizer, prompt) for prompt in PROMPTS]
     tokens, model = [list(prompt) for prompt in prompts], CachedModel(trained.model, trained.device)
     randomness = generators(0, len(prompts))
     for step in generate(model, prompts, n, trained.seq_len, Distribution(0), randomness, trained.tokenizer.eos_id):

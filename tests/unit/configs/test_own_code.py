@@ -348,10 +348,8 @@ def test_a_file_names_the_line_of_an_option(job):
 
 
 def test_a_key_of_another_architecture_is_named(job):
-    assert (
-        '--model.dim: model.dim is no key of architecture "my_model:GPT2"; leave it out; what its class takes stands in '
-        "[model.options]"
-    ) in message(job, "--model.architecture", "my_model:GPT2", "--model.dim", "8")
+    found = message(job, "--model.architecture", "my_model:GPT2", "--model.dim", "8")
+    assert '--model.dim: model.dim is no key of architecture "my_model:GPT2"; leave it out; what its class' in found
 
 
 def test_a_file_names_the_line(job):

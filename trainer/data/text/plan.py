@@ -94,17 +94,18 @@ class Plan:
 
     def whole(self, call: Call, portion: int) -> Shard:
         """A token file as the work of one process."""
-        common = (call.working, call.launch, call.tokenizer_path, self.settings, call.max_bad_files)
-        return Shard(portion, self.portions[portion], *common)
+        return Shard(portion, self.portions[portion], *self._common(call))
 
     def shards(self, call: Call, portion: int) -> list[Shard]:
         """The units of work for a token file."""
-        whole = self.whole(call, portion)
         if self.is_whole(portion):
-            return [whole]
-        common = (whole.working, whole.launch, whole.tokenizer_path, whole.settings, whole.max_bad_files)
+            return [self.whole(call, portion)]
         parts = enumerate(self.pieces_of(portion))
-        return [RawShard(portion, own, *common, part=part) for part, own in parts if own]
+        return [RawShard(portion, own, *self._common(call), part=part) for part, own in parts if own]
+
+    def _common(self, call: Call) -> tuple[Path, str, Path, Settings, int]:
+        """What all units of work are told."""
+        return call.working, call.launch, call.tokenizer_path, self.settings, call.max_bad_files
 
     def of_share(self, call: Call, share: int) -> list[Shard]:
         """A share's units of work."""
