@@ -50,7 +50,9 @@ def files_that_fail() -> Iterator[None]:
         if error.filename is None:
             raise
         kind = OutageError if error.errno in _PASSING else UserError
-        raise kind(f"{error.filename}: {error.strerror}") from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        place = (error.filename2 if is_full else None) or error.filename  # of a copy, the disk that is full
+        raise kind(f"{place}: {error.strerror}") from error
 
 
 @contextmanager

@@ -103,9 +103,11 @@ def replacing(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
         with synced(temporary) as file:
             yield file
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            error.filename = str(path)  # of a full disk it names no file, which would then be taken for the output
         raise
 
 

@@ -346,7 +346,7 @@ class _Reader:
     def __init__(self, texts: Iterator[str], at_end: Callable[[], None]) -> None:
         self._texts = texts
         self._at_end = at_end
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.n_bytes = 0
 
     def read(self) -> Iterator[str]:
@@ -355,7 +355,7 @@ class _Reader:
                 self.n_bytes += len(text.encode())
                 yield text
             self._at_end()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too
             self.error = error
             raise
 

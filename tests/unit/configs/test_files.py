@@ -38,6 +38,23 @@ def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
+def test_a_write_that_the_disk_refuses_names_the_file(tmp_path, monkeypatch):
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=f"{tmp_path}/folder: Is a directory"), files_that_fail():
+        write_atomically(tmp_path / "folder", ["page"])
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=f"{tmp_path}/page.html: No space left"), files_that_fail():
+        write_atomically(tmp_path / "page.html", ["page"])
+
+
+def test_of_a_copy_to_a_full_disk_the_copy_is_named():
+    with pytest.raises(UserError, match=r"^copy: No space left"), files_that_fail():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "original", None, "copy")
+
+
 def test_a_replaced_file_takes_the_place_of_links_and_leaves_their_targets(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("precious")

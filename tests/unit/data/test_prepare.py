@@ -304,6 +304,23 @@ def test_copies_are_found_by_their_first_occurrence(shards):
     assert module.find_duplicates([b"".join(n.to_bytes(16, "big") for n in shard) for shard in shards]) == expected
 
 
+def test_a_document_of_which_the_tokenizer_leaves_nothing_counts_as_empty(corpus, tmp_path, monkeypatch):
+    texts = tmp_path / "x.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("some text", "   ", "more")))
+
+    def stripped(_tokenizer, text):
+        return list(text.strip().encode())  # neither BOS nor EOS
+
+    monkeypatch.setattr("trainer.data.text.shard.encode_document", stripped)
+    record = prepare([str(texts)], tmp_path / "out", corpus / "t.model")
+    assert (record["train"]["documents"], record["empty_documents"]) == (2, 1)
+    for share in ("0/3", "1/3", "2/3"):
+        words = [str(texts), "--output", str(tmp_path / "shares"), "--tokenizer", str(corpus / "t.model")]
+        assert prepare_data([*words, "--processes", "1", "--shard", share]) == 0
+    assert prepare_data([*words, "--processes", "1", "--finish"]) == 0
+    assert content(tmp_path / "shares" / "train") == content(tmp_path / "out" / "train")
+
+
 def test_a_separator_gives_documents(corpus, tmp_path):
     (tmp_path / "x.txt").write_text("one\n<|end|>two\n<|end|>three")
     options = {"inputs": (tmp_path / "x.txt",), "validation_fraction": 0.0}
@@ -384,7 +401,7 @@ def test_a_full_disk_is_an_error_of_the_output_and_leaves_no_half_of_it(corpus, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"out: No space left on device"):
+    with pytest.raises(UserError, match=r".json: No space left on device, while preparing .*/out$"):
         run(corpus, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob("*.tokens*"))

@@ -147,6 +147,16 @@ def test_an_error_of_the_texts_stays_what_it_was(tmp_path):
         train_sentencepiece(texts(), tmp_path / "x.model", 300)
 
 
+def test_ctrl_c_while_the_texts_are_read_is_no_mistake_of_theirs(tmp_path):
+    def texts():
+        yield "some text"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_sentencepiece(texts(), tmp_path / "t.model", 300)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_vocabulary_that_is_too_small_is_a_config_error_with_both_figures(model_path):
     with pytest.raises(ConfigError, match=rf"{VOCAB - 1}.*code.model.*{VOCAB}"):
         load_tokenizer(model_path, VOCAB - 1)

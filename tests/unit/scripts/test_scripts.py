@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -93,6 +94,21 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+SIGNALLED = """
+import os, sys
+from scripts import score
+score.score_run = lambda *_: os.kill(os.getpid(), int(sys.argv[1]))
+score.main(["run"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_score_that_is_stopped_says_so_and_ends_with_the_code_that_a_comparison_reads(number):
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(int(number))], cwd=ROOT, capture_output=True, text=True)
+    said = f"error: stopped by {number.name}; the same command computes the losses from the beginning\n"
+    assert (done.returncode, done.stderr) == (75, said)
 
 
 def test_figures_that_a_full_disk_has_lost_are_an_error_and_those_of_a_closed_pipe_are_not(capsys):

@@ -100,8 +100,12 @@ def write_shard(shard: Shard) -> dict[str, Any]:
             if number in copies:
                 duplicates += 1
                 continue
+            tokens = encode(shard, document)
+            if not len(tokens):  # white space, of a tokenizer that drops it and has neither BOS nor EOS
+                empty += 1
+                continue
             is_held_out = is_validation(document.content, shard.settings.validation_fraction)
-            outputs.add(VALIDATION if is_held_out else TRAIN, encode(shard, document), document.n_bytes)
+            outputs.add(VALIDATION if is_held_out else TRAIN, tokens, document.n_bytes)
     return outputs.report(bad, empty, duplicates)
 
 

@@ -215,10 +215,11 @@ def _write_raw(shard: RawShard) -> dict[str, Any]:
     path = place.with_suffix(SUFFIX)
     with TokenFileWriter(path, settings.vocab_size, settings.tokenizer_hash, settings.has_mask) as writer:
         for document in documents_of(shard, bad):
-            if not document.text:
+            tokens = encode(shard, document) if document.text else []
+            if not len(tokens):
                 empty += 1
                 continue
-            writer.append(encode(shard, document))
+            writer.append(tokens)
             is_held_out = is_validation(document.content, settings.validation_fraction)
             documents += DOCUMENT.pack(document.n_bytes, is_held_out)
             if settings.drop_duplicates:
