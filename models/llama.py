@@ -97,8 +97,9 @@ class Llama(nn.Module):
             positions: (1 or batch, seq). Default: 0, 1, 2, ...
             documents: restricts attention to earlier tokens of the same document. Default: all earlier tokens.
             loss: called with the normed hidden states and the head's weight.
-            further: (batch, seq, depth + 1), the tokens that follow each token, the next one first; negative: unknown.
-                With it the gradients have the loss of the modules that predict further tokens; `loss` takes `targets`.
+            further: (batch, seq, depth, 2), the token that each module that predicts further tokens sees at each
+                token, and its target; negative: unknown. With it the gradients have the loss of these modules; `loss`
+                takes `targets`.
 
         Returns:
             Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
@@ -141,8 +142,7 @@ class Llama(nn.Module):
         """
         total = torch.zeros((), device=x.device)
         for depth, module in enumerate(cast("dict[str, MultiToken]", self.multi_token).values()):
-            seen = further[..., depth]
-            targets = further[..., depth + 1]
+            seen, targets = further[:, :, depth].unbind(-1)
             near = bool(module.block.window)
             x, normed, load = module(x, self._embedded(seen.clamp(min=0)), *angles[near], mask)
             _record(module.block, load)

@@ -43,27 +43,29 @@ class FurtherTokens:
         self.hook.remove()
         ids = torch.zeros_like(tokens) if document_ids is None else document_ids
         sequences = [row for hidden in self.hidden for row in hidden]
-        streams: list[list[int]] = []
+        streams: list[tuple[list[int], list[int]]] = []
         for row, ends, numbers in zip(tokens.tolist(), targets.tolist(), ids.tolist(), strict=True):
             for number in sorted(set(numbers)):
                 places = [place for place, other in enumerate(numbers) if other == number]
                 last = ends[places[-1]]
-                streams.append([row[place] for place in places] + ([] if last == IGNORED else [last]))
-        losses = [self._of_stream(*pair, total) for pair in zip(sequences, streams, strict=True)]
+                stream = [row[place] for place in places] + ([] if last == IGNORED else [last])
+                streams.append((stream, [ends[place] for place in places]))
+        losses = [self._of_stream(one, *of_one, total) for one, of_one in zip(sequences, streams, strict=True)]
         weight = self.config.multi_token.loss_weight / self.depth
         return weight * sum(losses) / (targets != IGNORED).sum()
 
-    def _of_stream(self, hidden: Tensor, stream: list[int], total: Total) -> Tensor | float:
+    def _of_stream(self, hidden: Tensor, stream: list[int], ends: list[int], total: Total) -> Tensor | float:
         """The sum over depths for one document of tokens, the last of which may be known as a target only.
 
-        hidden: (its tokens, dim). Beyond the stream, a module sees token 0 and has no target.
+        hidden: (its tokens, dim); ends: their targets, or IGNORED. Beyond the stream, a module sees token 0 and has no
+        target.
         """
         model = self.model
         places = range(len(hidden))
         loss: Tensor | float = 0.0
         for depth, module in enumerate(model.multi_token.values(), start=1):
             seen = [stream[i + depth] if i + depth < len(stream) else 0 for i in places]
-            labels = [stream[i + depth + 1] if i + depth + 1 < len(stream) else IGNORED for i in places]
+            labels = [ends[i + depth] if i + depth < len(ends) else IGNORED for i in places]
             embedded = F.embedding(torch.tensor(seen), model.embed_tokens.weight) * embedding_scale(self.config)
             joined = torch.cat((module.enorm(embedded), module.hnorm(hidden)), dim=-1)
             near = model.window_rotary if module.block.window else None

@@ -67,7 +67,7 @@ class Batch(Protocol):
     def document_ids(self) -> Tensor | None: ...
     @property
     def further(self) -> Tensor | None:
-        """The tokens that follow, (batch, seq, depth)."""
+        """What modules that predict further tokens see, and their targets, (batch, seq, depth, 2)."""
 
 
 B = TypeVar("B", bound=Batch)

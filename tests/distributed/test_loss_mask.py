@@ -72,6 +72,11 @@ def test_losses_norms_gradients_and_weights_are_those_of_plain_pytorch(ranks, ma
     assert_parity(ranks, masked, ROWS[name])
 
 
+@pytest.mark.parametrize("name", marked(ROWS, slow=[name for name in ROWS if name != "CP 2, ring"]))
+def test_modules_that_predict_further_tokens_see_those_that_give_no_loss(ranks, masked, name):
+    assert_parity(ranks, masked, ROWS[name], "--model.multi_token", "{depth = 2, loss_weight = 0.5}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_with_separate_documents(ranks, masked, name):

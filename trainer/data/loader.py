@@ -25,7 +25,7 @@ from configs.schema import Source as SourceConfig
 from trainer.data.order import Mixture, Start
 from trainer.data.packing import PackedSource, packed_for
 from trainer.data.prefetch import Prefetcher
-from trainer.data.sources import PADDING, OwnSource, SampleSource, SyntheticSource, TokenSource
+from trainer.data.sources import PADDING, OwnSource, SampleSource, SyntheticSource, TokenSource, known
 from trainer.data.text.streaming import TextSource, merge_states
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -60,8 +60,8 @@ class MicroBatch:
     source: str | None = None
     """Name of the source that all samples are from, as in a validation; None: several, or no sample."""
     further: torch.Tensor | None = None
-    """The tokens that follow each token, the next one first, or IGNORED: (micro_batch, seq_len, depth + 1); only for a
-    model that predicts further tokens (model.multi_token)."""
+    """What each module that predicts further tokens (model.multi_token) sees at each token, and its target, or IGNORED:
+    (micro_batch, seq_len, depth, 2); only for a model with such modules."""
 
     def digest(self) -> int:
         """The sum of a 32-bit hash of each sample with its number: no cutting of a batch changes the sum over it."""
@@ -182,8 +182,12 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
+        following = targets.numpy().copy() if self._n_further else targets.numpy()
         for row, own_targets in given.items():
-            targets[row] = torch.from_numpy(np.where(own_targets == PADDING, IGNORED, own_targets))
+            targets[row] = torch.from_numpy(np.where(own_targets < 0, IGNORED, own_targets))
+            if self._n_further:
+                tokens_behind = known(own_targets)
+                following[row] = np.where(tokens_behind == PADDING, IGNORED, tokens_behind)
         kept = samples[samples != _NO_SAMPLE].tolist()
         names = list(self._sources)
         read_from = np.unique(sources[sources >= 0]).tolist()
@@ -191,7 +195,8 @@ class BatchReader:
         tokens = self._tensor(windows[:, :-1])
         further = None
         if self._n_further:
-            further = self._tensor(further_tokens(windows[:, :-1], targets.numpy(), document_ids, self._n_further))
+            behind = following, targets.numpy()
+            further = self._tensor(further_tokens(windows[:, :-1], *behind, document_ids, self._n_further))
         return MicroBatch(tokens, targets, positions, document_ids, kept, source, further)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -200,30 +205,39 @@ class BatchReader:
 
 
 def further_tokens(
-    tokens: np.ndarray, targets: np.ndarray, document_ids: torch.Tensor | None, depth: int
+    tokens: np.ndarray,
+    following: np.ndarray,
+    targets: np.ndarray,
+    document_ids: torch.Tensor | None,
+    depth: int,
 ) -> np.ndarray:
-    """The tokens that follow each token: (batch, seq, depth + 1), the targets first.
+    """The token that each module sees at each token, and its target: (batch, seq, depth, 2).
 
-    A further one is IGNORED beyond the window, in another document, or where the targets do not go on with the window's
-    tokens, as at the border of two places of a source. It is computed before sequences are cut for any mesh.
+    Both are IGNORED beyond the window, in another document, or where the next tokens are not the window's, as at the
+    border of two places of a source. A token that gives no loss is seen, and is no target. They are computed before
+    sequences are cut for any mesh.
 
     Args:
-        tokens, targets: (batch, seq).
+        tokens: (batch, seq).
+        following: (batch, seq), the token after each, whether it gives loss or not, or IGNORED.
+        targets: (batch, seq), the same without those that give none.
         document_ids: (batch, seq); None without a mask.
         depth: how many tokens beyond the next one.
     """
     seq_len = tokens.shape[1]
-    follows = targets[:, :-1] == tokens[:, 1:]
+    follows = following[:, :-1] == tokens[:, 1:]
     if document_ids is not None:
         ids = document_ids.numpy()
         follows &= ids[:, :-1] == ids[:, 1:]
-    found = np.full((*targets.shape, depth + 1), IGNORED, dtype=np.int64)
-    found[:, :, 0] = targets
+    seen, goals = found = np.full((2, *targets.shape, depth), IGNORED, dtype=np.int64)
     unbroken = np.ones_like(targets, dtype=bool)
-    for distance in range(1, min(depth + 1, seq_len)):
-        unbroken = unbroken[:, :-1] & follows[:, distance - 1 :]
-        found[:, :-distance, distance] = np.where(unbroken, targets[:, distance:], IGNORED)
-    return found
+    for distance in range(min(depth + 1, seq_len)):
+        if distance > 0:
+            unbroken = unbroken[:, :-1] & follows[:, distance - 1 :]
+            goals[:, : seq_len - distance, distance - 1] = np.where(unbroken, targets[:, distance:], IGNORED)
+        if distance < depth:
+            seen[:, : seq_len - distance, distance] = np.where(unbroken, following[:, distance:], IGNORED)
+    return np.moveaxis(found, 0, -1)
 
 
 def _documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,17 @@ from trainer.data.order import Epochs, derive_key
 from trainer.data.token_file import TokenFolder
 
 PADDING = -1  # in place of the tokens that a window lacks
+_FIRST_WITHOUT_LOSS = -2
+
+
+def without_loss(tokens: np.ndarray) -> np.ndarray:
+    """Targets for tokens that give no loss: they count in none, and `known` finds the tokens again."""
+    return _FIRST_WITHOUT_LOSS - tokens
+
+
+def known(targets: np.ndarray) -> np.ndarray:
+    """The tokens of targets, whether they give loss or not; PADDING for none."""
+    return np.where(targets <= _FIRST_WITHOUT_LOSS, _FIRST_WITHOUT_LOSS - targets, targets)
 
 
 class SampleSource(Protocol):
@@ -41,7 +52,8 @@ class SampleSource(Protocol):
         If `starts` is given, bool of the same shape and all False, mark the tokens that start a document.
 
         Returns:
-            The targets, int64 of shape (seq_len,), with PADDING for none; None: they are the tokens from the second on.
+            The targets, int64 of shape (seq_len,), with PADDING for none, and negative (`without_loss`) where the token
+            gives no loss; None: they are the tokens from the second on.
         """
 
     def state(self) -> dict[str, Any]:
@@ -184,7 +196,7 @@ class TokenSource:
             found, gives_none = self.folder.read_with_mask(first, n)
             tokens[filled] = PADDING  # not the last target of the piece before
             tokens[filled : filled + n] = found
-            following = found if gives_none is None else np.where(gives_none, PADDING, found)
+            following = found if gives_none is None else np.where(gives_none, without_loss(found), found)
             targets[filled : filled + max(0, n - 1)] = following[1:]
             if starts is not None:
                 begins = self.folder.document_starts(first, n)
@@ -216,7 +228,8 @@ def masked_targets(tokens: np.ndarray, gives_none: np.ndarray | None, starts: np
     if gives_none is None:
         return None
     targets = tokens[1:].copy()
-    targets[: len(gives_none) - 1][gives_none[1:]] = PADDING
+    masked = targets[: len(gives_none) - 1]
+    masked[gives_none[1:]] = without_loss(masked[gives_none[1:]])
     if starts is not None:
         targets[starts[1:]] = PADDING
     return targets

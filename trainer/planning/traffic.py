@@ -101,7 +101,7 @@ def _train(learner: Learner) -> None:
     training = learner.config.training
     tokens = torch.zeros((micro_batch_size(training), training.seq_len), dtype=torch.int64)
     depth = n_further(learner.config.model)
-    further = tokens[..., None].expand(-1, -1, depth + 1) if depth else None
+    further = tokens[..., None, None].expand(-1, -1, depth, 2) if depth else None
     example = MicroBatch(tokens, targets=tokens, positions=None, document_ids=None, samples=[], further=further)
     batch = learner.own_part([example])
     n_micro_batches = accumulation_steps(learner.config, learner.mesh.sizes)

@@ -17,7 +17,7 @@ from tests.unit.data.test_loader import SEED, SEQ_LEN, VOCAB_SIZE, config
 from trainer.data.lengths import Read
 from trainer.data.loader import IGNORED, build_loader
 from trainer.data.packing import PackedSource
-from trainer.data.sources import TokenSource
+from trainer.data.sources import PADDING, TokenSource, known
 from trainer.data.text import prepare as preparing
 from trainer.data.text.loss_mask import encode_masked, parts_of
 from trainer.data.text.token_writer import TokenFileWriter
@@ -256,9 +256,11 @@ def test_windows_of_another_length_keep_the_mask(chats, document_mask):
         places = [place for start, stop in pieces for place in range(start + 1, stop)]
         is_cut = [document_mask and place in begins for place in places]
         expected = [
-            flat[place][0] if flat[place][1] and not cut else -1 for place, cut in zip(places, is_cut, strict=True)
+            flat[place][0] if flat[place][1] and not cut else PADDING for place, cut in zip(places, is_cut, strict=True)
         ]
-        assert targets.tolist() == expected
+        assert np.where(targets < 0, PADDING, targets).tolist() == expected
+        following = [PADDING if cut else flat[place][0] for place, cut in zip(places, is_cut, strict=True)]
+        assert known(targets).tolist() == following
         n_several += len(pieces) > 1
     assert n_several
 

@@ -32,8 +32,8 @@ def loss_of(model, tokens, targets, further, **arguments):
     return model(tokens, loss=partial(CrossEntropy(), targets=targets), further=further, **arguments)
 
 
-def tensor_of(tokens, targets, ids=None, depth=3):
-    return torch.from_numpy(further_tokens(tokens.numpy(), targets.numpy(), ids, depth))
+def tensor_of(tokens, following, ids=None, depth=3):
+    return torch.from_numpy(further_tokens(tokens.numpy(), following.numpy(), following.numpy(), ids, depth))
 
 
 def gradients(model, loss):
@@ -129,9 +129,21 @@ def test_evaluation_and_sampling_do_not_run_the_modules():
 )
 def test_further_tokens_go_on_with_the_same_text(tokens, targets, ids, expected):
     numbers = None if ids is None else torch.tensor([ids])
-    assert further_tokens(np.array([tokens]), np.array([targets]), numbers, 2).tolist() == [expected]
+    following = np.array([targets])
+    found = further_tokens(np.array([tokens]), following, following, numbers, 2)
+    assert found[..., 0].tolist() == [[row[:2] for row in expected]]
+    assert found[..., 1].tolist() == [[row[1:] for row in expected]]
+
+
+def test_a_token_without_loss_is_seen_and_is_no_target():
+    tokens, following, targets = np.array([[[5, 6, 7, 8]], [[6, 7, 8, 9]], [[-100, -100, 8, -100]]])
+    found = further_tokens(tokens, following, targets, None, 2)
+    assert found[..., 0].tolist() == [[[6, 7], [7, 8], [8, 9], [9, -100]]]
+    assert found[..., 1].tolist() == [[[-100, 8], [8, -100], [-100, -100], [-100, -100]]]
 
 
 def test_more_depth_than_tokens_leaves_no_target():
-    found = further_tokens(np.array([[1, 2]]), np.array([[2, 3]]), None, 4)
-    assert found.tolist() == [[[2, 3, -100, -100, -100], [3, -100, -100, -100, -100]]]
+    following = np.array([[2, 3]])
+    found = further_tokens(np.array([[1, 2]]), following, following, None, 4)
+    assert found[..., 0].tolist() == [[[2, 3, -100, -100], [3, -100, -100, -100]]]
+    assert found[..., 1].tolist() == [[[3, -100, -100, -100], [-100, -100, -100, -100]]]
