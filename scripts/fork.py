@@ -8,6 +8,7 @@ other. Nothing is trained yet: `keel train` with the new folder's config.toml do
 """
 
 import argparse
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     refuse_keys(overrides, ["job.output_dir", "job.name"], "--output FOLDER names the new run, and its folder")
     refuse_keys(overrides, _OF_THE_FORK, "a fork sets it itself; leave it out")
     run: Path = options.run
-    output: str = options.output or str((Path("runs") if COPIES in run.parents else run.parent) / f"{run.name}-fork")
+    output: str = options.output or str(_beside(run))
     require_run(run)
     if not is_url(output) and Path(output).exists():
         raise UserError(f"{output} exists; name another folder with --output")
@@ -102,6 +103,12 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         console.warning(warning)
     command = shlex.join(["keel", "train", str(place(output) / "config.toml"), "--ranks", "N"])
     console.line(f"to train it: {command}")
+
+
+def _beside(run: Path) -> Path:
+    """The folder of a run's fork if none is named; "." and ".." have no name of their own."""
+    named = Path(os.path.abspath(run)) if run.name in ("", "..") else run
+    return (Path("runs") if COPIES in run.parents else named.parent) / f"{named.name}-fork"
 
 
 def _move_into(folder: Path, name: str) -> None:

@@ -8,6 +8,7 @@ such as --data.sources.0.path. Exit code 0: equal; 1: not equal, or not possible
 """
 
 import argparse
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, words = parsed(parser, arguments)
     if options.write and (words or options.ranks or options.checkpoint):
         parser.error("--write computes nothing, and takes neither --ranks nor --checkpoint nor keys of the job")
-    if not options.write and options.source.is_dir():
+    if not options.write and os.path.isdir(options.source):  # Path.is_dir raises for what cannot be looked at
         parser.error("a run folder goes with --write FILE; without, name such a file")
     if not options.write and options.begin is not None:
         parser.error("--begin goes with --write: where the steps begin stands in FILE")

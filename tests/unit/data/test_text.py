@@ -278,7 +278,9 @@ def test_a_json_file_without_records_is_a_text(tmp_path, content, found):
         ("x.csv", b"id,body\n1,a\n", r"x\.csv: no column 'text'; there are \['id', 'body'\]; --text-key"),
         ("x.csv", b"id,text\n1,a,b\n", r"x\.csv:2: more fields"),
         ("x.csv", b"id,text\n1\n", r"x\.csv:2: 'text' is null"),
-        ("x.csv", b'id,text\n1,"a\n', r"x\.csv: unexpected end"),
+        ("x.csv", b'id,text\n1,"a\n', r"x\.csv:2: unexpected end of data; this row and all behind it are not read"),
+        ("x.csv", b'text\na\n"b" c\nd\n', r"x\.csv:3: ',' expected after '\"'; this row and all behind it"),
+        ("x.csv", b"text\n" + b"a\n" * 9000 + b"\xff\n", r"x\.csv:9002: not UTF-8; this row"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n'), r"x\.jsonl\.gz:2: no JSON"),
         ("x.jsonl.gz", gzip.compress(as_json_lines(map(str, range(9999))))[:-99], r"x\.jsonl\.gz: Truncated"),
         ("x.txt.zst", b"nothing", r"x\.txt\.zst: "),
@@ -338,6 +340,15 @@ def test_glob_patterns(tmp_path):
     assert read_all(tmp_path / "[x].txt")[0] == ["[x].txt"]  # a file of that name comes before a pattern
     with pytest.raises(UserError, match="no file matches this pattern"):
         read_all(tmp_path / "*.rst")
+
+
+def test_a_pattern_gives_each_file_once(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("a/x.txt", "a/b/y.txt"):
+        (tmp_path / name).write_text(name)
+    assert sorted(read_all(tmp_path / "**")[0]) == ["a/b/y.txt", "a/x.txt"]
+    (tmp_path / "a" / "b" / "up").symlink_to("..")
+    assert sorted(read_all(tmp_path / "**" / "*.txt")[0]) == ["a/b/y.txt", "a/x.txt"]
 
 
 def test_links_are_followed_once(tmp_path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,13 @@ from scripts import (
     compare,
     coordinates,
     data,
+    fork,
     ladder,
     parity,
     plan,
     prepare_data,
     report,
+    reproduce,
     sample,
     train_tokenizer,
 )
@@ -109,6 +112,22 @@ def test_a_score_that_is_stopped_says_so_and_ends_with_the_code_that_a_compariso
     done = subprocess.run([sys.executable, "-c", SIGNALLED, str(int(number))], cwd=ROOT, capture_output=True, text=True)
     said = f"error: stopped by {number.name}; the same command computes the losses from the beginning\n"
     assert (done.returncode, done.stderr) == (75, said)
+
+
+def test_a_fork_of_the_current_folder_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fork._beside(Path(".")) == tmp_path.parent / f"{tmp_path.name}-fork"
+    assert fork._beside(Path("runs/debug")) == Path("runs/debug-fork")
+
+
+def test_a_file_of_a_run_whose_name_is_too_long_is_an_error(monkeypatch, capsys):
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(reproduce, "end_process", ended)
+    with pytest.raises(SystemExit, match="1"):
+        reproduce.main(["x" * 300])
+    assert "xxx: File name too long" in capsys.readouterr().err
 
 
 def test_figures_that_a_full_disk_has_lost_are_an_error_and_those_of_a_closed_pipe_are_not(capsys):

@@ -371,9 +371,25 @@ def _read_csv(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     with io.TextIOWrapper(_open(piece.path), "utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter, strict=True)
         _require_columns(rows.fieldnames or [], keys)
-        for row in rows:
-            is_whole = None not in row
-            yield rows.line_num, row if is_whole else ValueError("more fields than the first line has names")
+        try:
+            for row in rows:
+                is_whole = None not in row
+                yield rows.line_num, row if is_whole else ValueError("more fields than the first line has names")
+        except csv.Error as error:  # where the next row begins cannot be told
+            yield rows.reader.line_num, ValueError(f"{error}; this row and all behind it are not read")
+        except UnicodeDecodeError:  # its position is one in a block of the file
+            yield _line_not_utf8(piece.path), ValueError("not UTF-8; this row and those behind it are not read")
+
+
+def _line_not_utf8(path: str) -> int:
+    """The number, from 1, of the first line that is not UTF-8."""
+    with _open(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _read_parquet(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:

@@ -9,7 +9,7 @@ file.
 import importlib
 import os
 import sysconfig
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,18 @@ def files_of(input: str, bad: BadFiles) -> list[Path]:
         return _below(path, bad)
     if has_magic(input):
         if found := sorted(glob(input, recursive=True)):
-            return [file for name in found for file in _below(Path(name), bad)]
+            return _each_once(file for name in found for file in _below(Path(name), bad))
         raise UserError(f"{whole(input)}: no file matches this pattern")
     what = f"inputs are files, folders, patterns, {HUB}NAME, or {STDLIB}"
     raise UserError(f"{whole(input)}: no such file or folder; {what}")
+
+
+def _each_once(files: Iterable[Path]) -> list[Path]:
+    """The files without those found again: "**" matches a folder and what is in it, and follows links in circles."""
+    found: dict[tuple[str, str], Path] = {}
+    for file in files:
+        found.setdefault((os.path.realpath(file.parent), file.name), file)
+    return list(found.values())
 
 
 def is_saved_dataset(path: Path) -> bool:
