@@ -20,6 +20,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import require_run
+from configs.errors import UserError
 from configs.files import write_atomically, write_json
 from configs.load import LoadedConfig, find_job_file, load
 from configs.schema import Config
@@ -97,6 +98,7 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
             words = [job, *each.rung.with_seed(seed, folder)]
             train(load(job, words[1:], options.ranks), words, folder, options.ranks, launch, console)
             each.curves.append(_validations(folder))
+            _require_whole(each, folder)
     laws = _laws(climbed, parts, options.confidence)
     for line in _lines(climbed, parts, target, laws[1.0], options.confidence):
         console.line(line)
@@ -117,6 +119,27 @@ def _validations(folder: Path) -> dict[int, float]:
     return {each["step"]: each["validation_loss"] for each in records if each.get("validation_loss") is not None}
 
 
+def _require_whole(climbed: Climbed, folder: Path) -> None:
+    """Check that the newest curve has a loss wherever the law is fitted.
+
+    Raises:
+        UserError: one is missing.
+    """
+    missing = [step for step in _validated_steps(climbed) if step not in climbed.curves[-1]]
+    if missing:
+        raise UserError(
+            f"{folder}: the validation at step {missing[0]} has no finite loss, so no law can be fitted; climb with a "
+            "lower optimizer.lr, or with other --sizes"
+        )
+
+
+def _validated_steps(climbed: Climbed) -> list[int]:
+    from scripts.scaling.rungs import VALIDATIONS
+
+    steps = climbed.rung.job.config.training.steps
+    return [steps * number // VALIDATIONS for number in range(1, VALIDATIONS + 1)]
+
+
 def _laws(climbed: Sequence[Climbed], parts: Sequence[float], confidence: float) -> "dict[float, Law]":
     """The law at each part of a run's length: a run that is compared with others at the same part of all."""
     import numpy as np
@@ -125,8 +148,7 @@ def _laws(climbed: Sequence[Climbed], parts: Sequence[float], confidence: float)
     from scripts.scaling.rungs import VALIDATIONS
 
     laws = {}
-    for number in range(1, VALIDATIONS + 1):
-        steps = [each.rung.job.config.training.steps * number // VALIDATIONS for each in climbed]
+    for number, steps in enumerate(zip(*map(_validated_steps, climbed), strict=True), 1):
         losses = [[curve[step] for curve in each.curves] for each, step in zip(climbed, steps, strict=True)]
         laws[number / VALIDATIONS] = fit(parts, np.array(losses), confidence)
     return laws

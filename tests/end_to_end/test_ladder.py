@@ -81,6 +81,13 @@ def test_a_ladder_is_climbed_once_and_compared_with_a_run(tmp_path, monkeypatch,
     assert "other is not a run of this job:\n  optimizer.lr: 0.01 -> 0.02" in printed.out + printed.err
     assert launches.n == 8
 
+    metrics = tmp_path / "ladder" / "dim-8" / "seed-0" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[-1]["validation_loss"] = None  # as of a run that has diverged
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ladder.main(LADDER, launches) == 1
+    assert "ladder/dim-8/seed-0: the validation at step" in capsys.readouterr().err
+
 
 @pytest.mark.slow
 def test_a_stop_ends_the_ladder_and_the_same_command_continues(tmp_path, monkeypatch, capsys):
