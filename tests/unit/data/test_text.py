@@ -342,6 +342,11 @@ def test_glob_patterns(tmp_path):
         read_all(tmp_path / "*.rst")
 
 
+def test_an_input_without_a_name_is_not_the_current_folder():
+    with pytest.raises(UserError, match="an input is empty text"):
+        list_files([""], BadFiles())
+
+
 def test_a_pattern_gives_each_file_once(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("a/x.txt", "a/b/y.txt"):

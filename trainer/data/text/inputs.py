@@ -32,6 +32,8 @@ def files_of(input: str, bad: BadFiles) -> list[Path]:
     """
     if input == STDLIB:
         return _stdlib_files(bad)
+    if not input:  # pathlib takes it for the current folder
+        raise UserError("an input is empty text (is a variable of the shell not set?); name a file or a folder")
     path = Path(input)
     if path.exists() or path.is_symlink():
         return _below(path, bad)
