@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tests.cpu_time", "tests.time_budget"]
+pytest_plugins = ["tests.bucket.server", "tests.cpu_time", "tests.time_budget"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, since a busy machine is no error. The same examples each time, so that whether a change may land does not

@@ -29,7 +29,7 @@ from checkpoint.bucket_storage import local_copy, with_tensors
 from checkpoint.folder import superfluous
 from checkpoint.manifest import MANIFEST_NAME, step_folder, steps_in
 from tests.bucket.ceph import PACKAGES, Ceph
-from tests.bucket.conftest import make_bucket
+from tests.bucket.server import make_bucket
 from tests.debian import unpacked
 from tests.preloaded import FIRST, Child, Server, state
 from tests.torture.kill import RANKS, assert_equal, told, wait_for_a_moment, wait_for_end, wait_until, words

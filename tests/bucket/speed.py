@@ -20,7 +20,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
 from configs.schema import Checkpoint
 from tests.bucket.ceph import PACKAGES, Ceph
-from tests.bucket.conftest import make_bucket
+from tests.bucket.server import make_bucket
 from tests.debian import unpacked
 
 

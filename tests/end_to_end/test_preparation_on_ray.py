@@ -14,7 +14,6 @@ import pytest
 
 from checkpoint.bucket import Bucket
 from scripts.prepare_data import main as prepare_data
-from tests.bucket.conftest import server as server
 from tests.end_to_end.launch import ROOT
 from tests.preparing import prepare
 from trainer.data.tokenizer import train_sentencepiece

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.bucket.conftest import server  # noqa: F401 - a fixture of these tests, too
 from tests.debian import Unavailable, unpacked
 from tests.slurm.cluster import PACKAGES, Cluster
 

@@ -1,4 +1,4 @@
-"""One S3 server for all tests of a process, skipped with its reason where this machine can't have one."""
+"""One S3 server for all tests of a process, in all folders, skipped with its reason where it can't run."""
 
 import os
 import urllib.request
