@@ -303,6 +303,7 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/benchmark.py",
     "python scripts/plan.py --config mixtral_8x7b.toml",
     "python -m tests.scale.saves",
+    "python -m tests.scale.start",
     "python scripts/parity.py --random",
     "python scripts/parity.py --exact",
 )
