@@ -23,6 +23,8 @@ from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
 """The exit code by which a shell reports a program that SIGPIPE ends."""
+EXIT_INTERRUPTED = 130
+"""The same of SIGINT, as Ctrl-C sends it."""
 
 
 def parser_of(docstring: str | None, keeps_lines: bool = False) -> argparse.ArgumentParser:
@@ -224,6 +226,9 @@ def end(main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         silence_stdout()
+    except KeyboardInterrupt:  # before the command's own work: imports take up to a second
+        print("error: stopped", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -315,4 +320,4 @@ def run_command(work: Callable[[Console], int | None], if_stopped: str, out: Tex
             return error.exit_code
         except KeyboardInterrupt:
             console.error(if_stopped)
-            return 130
+            return EXIT_INTERRUPTED

@@ -233,6 +233,25 @@ def test_a_text_without_tokens_is_an_error(tmp_path):
             window(source(tmp_path / "rows.jsonl"), 0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "fails"), [(["ab", "", "cd", "ef"], 1), (["\n"] * 9, 0), (["ab", "", "c", "d", "e"], None)]
+)
+def test_a_shard_whose_documents_give_no_token_is_an_error(tmp_path, monkeypatch, rows, fails):
+    """With a tokenizer without special tokens, an empty document gives none; the shard would be filled for ever."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    tokenizer = Letters()
+    monkeypatch.setattr(tokenizer, "bos_id", None, raising=False)
+    monkeypatch.setattr(tokenizer, "eos_id", None, raising=False)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: list(map(ord, text.strip())))
+    text = source(path, tokenizer=tokenizer)
+    for ordinal in range(3 * N_SHARDS if fails is None else fails):
+        window(text, ordinal)
+    if fails is not None:
+        with pytest.raises(UserError, match=r"rows\.jsonl: the tokenizer leaves nothing of its text, or of every 4th"):
+            window(text, fails)
+
+
 def test_validation_reads_in_order_and_never_twice(folder):
     text = source(folder, repeat=False)
     expected = reference(5, n_shards=1)

@@ -28,7 +28,7 @@ from scripts import (
     sample,
     train_tokenizer,
 )
-from scripts.command import run_command
+from scripts.command import end, run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
 from tests.conftest import ROOT
@@ -97,6 +97,13 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+def test_a_command_stopped_among_its_imports_ends_with_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    with pytest.raises(SystemExit) as ended:
+        end(lambda: signal.raise_signal(signal.SIGINT))
+    assert (ended.value.code, capsys.readouterr().err) == (130, "error: stopped\n")
 
 
 SIGNALLED = """

@@ -238,9 +238,22 @@ class TextSource:
         return next((read.seq_len for read in self._earlier if ordinal < read.until), self._seq_len)
 
     def _fill(self, shard: Shard, n_tokens: int) -> None:
-        """Read rows until `n_tokens` of the shard are available."""
+        """Read rows until `n_tokens` of the shard are available.
+
+        Raises:
+            UserError: a whole epoch has given it none, as a tokenizer without BOS and EOS gives of an empty text.
+        """
+        first = shard.next_row
+        before = shard.n_tokens
         while shard.n_tokens < n_tokens:
             self._read_row(shard)
+            sizes = self._rows.sizes
+            all_read = len(sizes) == len(self._rows.pieces) and shard.next_row - first > sum(sizes) + self._n_shards
+            if all_read and shard.n_tokens == before:
+                raise UserError(
+                    f"{self._path}: the tokenizer leaves nothing of its text, or of every {self._n_shards}th document; "
+                    "remove the empty ones"
+                )
 
     def _read_row(self, shard: Shard) -> None:
         """Read the next row, going back first if `shard` needs an earlier one, and give its tokens to its shard."""
