@@ -98,7 +98,7 @@ def require_64_bits(value: Any) -> None:
         ValueError: one does not fit.
     """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("a number in it is beyond 64 bits")
+        raise ValueError(f"a number in it is beyond 64 bits: {shortened(str(value))}")
     for item in _items(value):
         require_64_bits(item)
 

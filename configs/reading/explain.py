@@ -151,6 +151,8 @@ def _wrong(path: KeyPath, layers: Layers) -> Mistake:
         return Mistake(known, where, f"{dotted(known)} must be a table, got {_short(value)}")
     one_of = "one of " if len(key.choices) > 1 else _article(key.type)
     hint = _hint(key, value)
+    if key.type == "list of tables" and isinstance(value, dict):
+        hint = f"; write [[{dotted(known)}]]"
     return Mistake(known, where, f"{dotted(known)} must be {one_of}{key.type}, got {_short(value)}{hint}")
 
 

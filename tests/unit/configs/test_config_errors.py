@@ -84,6 +84,10 @@ def test_unknown_keys_name_the_nearest(text, message):
         ),
         ("[training]\nsteps = 0", "training.steps must be an integer > 0, got 0"),
         ("[training]\nseed = -1", "training.seed must be an integer >= 0 and < 2**63, got -1"),
+        (
+            '[validation]\nsources = {name = "a"}',
+            'validation.sources must be a list of tables, got {name = "a"}; write [[validation.sources]]',
+        ),
         ("[optimizer]\nlr = true", "optimizer.lr must be a number > 0, got true"),
         ("[optimizer]\nlr = nan", "optimizer.lr must be a number > 0, got nan"),
         ("[job]\nname = 2024", "job.name must be a string, got 2024; write it in quotes"),
