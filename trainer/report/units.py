@@ -12,6 +12,8 @@ WIDTH = 80
 _LONGEST = 1e11
 """Seconds that a duration can have; more, and numbers from `_MOST` on, are shown as such."""
 _MOST = 1e18
+_ROUNDED_UP = 1.0005
+"""What is this much below the next digit or unit is shown as that: three digits of 999.6 M are 1.00 B."""
 
 
 def fixed(number: float) -> str:
@@ -49,9 +51,11 @@ def count(number: float) -> str:
     """Format a number to three digits with the field's suffix: 0.187, 950, "3.34 M", "1.24 B", "15.6 T"."""
     if not abs(number) < _MOST:
         return f"{number:.3g}"
-    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
-        if number >= factor:
-            return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
+    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
+        if number * _ROUNDED_UP >= factor:
+            return _three_digits(number / factor) + suffix
+    if number >= 1e4:
+        return _three_digits(number / 1e3) + " K"
     return f"{number:.3g}" if abs(number) < 10 else f"{number:,.0f}"
 
 
@@ -63,7 +67,7 @@ def size(n_bytes: float) -> str:
     if not abs(n_bytes) < _MOST:
         return f"{n_bytes:.3g} bytes"
     for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if n_bytes >= factor:
+        if n_bytes * _ROUNDED_UP >= factor:
             return f"{_three_digits(n_bytes / factor)} {suffix}"
     return f"{_three_digits(n_bytes / 2**10)} KiB"
 
@@ -81,7 +85,7 @@ def parse_size(text: str) -> int:
 
 
 def _three_digits(number: float) -> str:
-    return f"{number:.{max(0, 2 - int(math.log10(max(number, 1))))}f}"
+    return f"{number:.{max(0, 2 - int(math.log10(max(number * _ROUNDED_UP, 1))))}f}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

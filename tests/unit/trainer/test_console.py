@@ -582,3 +582,19 @@ def test_what_to_try_next_does_not_repeat_how_this_launch_began(monkeypatch):
         "torchrun train.py --config debug.toml --job.name toy-seed-1 --checkpoint.load latest --checkpoint.go_back 0 "
         "--training.seed 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (count(999.6e6), "1.00 B"),
+        (count(999.4e6), "999 M"),
+        (count(9.996e6), "10.0 M"),
+        (count(9994), "9,994"),
+        (size(1023.8 * 2**20), "1.00 GiB"),
+        (size(1023.4 * 2**20), "1023 MiB"),
+        (size(99.96 * 2**30), "100 GiB"),
+    ],
+)
+def test_what_rounds_up_to_a_unit_is_shown_in_it(written, text):
+    assert written == text
