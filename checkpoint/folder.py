@@ -167,16 +167,19 @@ def superfluous(
     return sorted(losses.keys() - {*newest, *best, *every, *rewind_to})
 
 
-def to_be_pruned(root: Path, settings: Checkpoint, rewind_interval: int = 0) -> list[Path]:
+def to_be_pruned(root: Path, settings: Checkpoint) -> list[Path]:
     """Return the checkpoints in `root` that neither the settings nor a rewind need; never an unreadable one."""
     if settings.keep_last == 0:
         return []
     losses: dict[int, float | None] = {}
+    rewind_interval = 0
     for step in steps_in(root):
         try:
-            losses[step] = manifests.read_manifest(step_folder(root, step)).validation_loss
+            manifest = manifests.read_manifest(step_folder(root, step))
         except UserError:
             continue
+        losses[step] = manifest.validation_loss
+        rewind_interval = manifest.rewind_interval  # the newest one's holds
     steps = superfluous(losses, settings.keep_last, settings.keep_every, settings.keep_best, rewind_interval)
     return [step_folder(root, step) for step in steps]
 

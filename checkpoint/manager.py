@@ -414,7 +414,7 @@ class CheckpointManager:
         """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
         try:
             self._incarnation.require_current()
-            superfluous = folders.to_be_pruned(self._folder, self._settings, self._run.rewind_interval)
+            superfluous = folders.to_be_pruned(self._folder, self._settings)
         except OSError as error:
             return [f"can't look for checkpoints to remove: {error}"]
         return [self._removed(checkpoint) for checkpoint in superfluous]

@@ -119,6 +119,13 @@ class Manifest:
         found = keys.get(key) if isinstance(keys, dict) else None
         return found if type(found) is kind else None
 
+    @property
+    def rewind_interval(self) -> int:
+        """Steps between the checkpoints that a spike of the loss returns to; 0: none does."""
+        spikes = self.value("fault", "spikes", dict) or {}
+        interval = spikes.get("rewind_interval")
+        return interval if spikes.get("action") == "rewind" and type(interval) is int else 0
+
 
 _MANIFEST = TypeAdapter(Manifest)
 

@@ -177,8 +177,9 @@ def _give_methods(shard: Any, fsdp_utils: Any, settings: tuple[Any, torch.dtype]
 
 
 def _even_shard(name: str, parameter: DTensor) -> Tensor:
-    cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    pieces = prod(size for size, placement in cuts if cast(Any, placement).is_shard(0))
+    cuts = zip(parameter.device_mesh.shape, cast(Any, parameter.placements), strict=True)
+    # Rows that tensor parallelism has cut, too, FSDP cuts by a placement that is no `Shard`.
+    pieces = prod(size for size, placement in cuts if not placement.is_replicate() and placement.dim == 0)
     if parameter.shape[0] % pieces:
         raise ConfigError(
             f"float8.fsdp_all_gather: {pieces} ranks cannot cut the {parameter.shape[0]} rows of {name} evenly; "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from configs.plan import plan_of
+from parallelisms.grad_norm import exchanged_on, gradients
 from parallelisms.ranks import local_part
 
 
@@ -60,9 +61,10 @@ class TiedEnds:
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Replace the gradients on both ends by their sum; all ranks of the pipeline call it."""
-        own = [local_part(p.grad) for p in self._parameters.values() if p.grad is not None]
-        for gradient in own:
-            gradient += self._exchanged(gradient)
+        for gradient in gradients(self._parameters.values()):
+            own = local_part(gradient)
+            # Offloaded gradients are in CPU memory, which NCCL can't send.
+            own += self._exchanged(own.to(exchanged_on(gradient))).to(own.device)
 
     def _exchanged(self, gradient: Tensor) -> Tensor:
         """The other end's gradient, which has the same shape."""

@@ -11,7 +11,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from scripts.command import add_text_arguments, end, parser_of, run_command
+from scripts.command import add_text_arguments, end, parser_of, positive, run_command
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
 from trainer.report.console import Console
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="FILE", help="the .model file to write")
     add(
         "--vocab-size",
-        type=int,
+        type=positive,
         required=True,
         metavar="N",
         help="number of pieces, including control symbols and bytes (259)",

@@ -95,8 +95,8 @@ class GradientFingerprint:
             data: the sum of the digests of this rank's micro-batches.
         """
         device = self._mesh.device
-        dtype = next(iter(self._parameters.values())).dtype
-        zero = torch.zeros(1, dtype=dtype, device=device)
+        # Where the gradients are, which may be in CPU memory.
+        zero = local_part(next(iter(self._parameters.values())).detach()).new_zeros(1)
         local = {name: _local_gradient(parameter, zero) for name, parameter in self._parameters.items()}
         gradients = [gradient for gradient, _ in local.values()]
         digests = torch.stack([_bits(gradient).sum(dtype=torch.int32) for gradient in gradients]).double()

@@ -107,11 +107,11 @@ def resume(folder: Path) -> dict | None:
     return make_manager(folder).resume(state())
 
 
-def make_manager(folder: Path, **settings: Any) -> CheckpointManager:
+def make_manager(folder: Path, config: dict[str, Any] | None = None, **settings: Any) -> CheckpointManager:
     """The manager of one rank that says nothing."""
     table = Checkpoint(**{"mode": "sync", **settings})
 
-    return CheckpointManager(folder, table, Description({}, {}), Log())
+    return CheckpointManager(folder, table, Description(config or {}, {}), Log())
 
 
 @contextmanager

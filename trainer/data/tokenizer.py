@@ -300,6 +300,8 @@ def train_sentencepiece(
     """
     if output.suffix == ".json":
         raise UserError(f"{output}: a SentencePiece model would be read as a tokenizer.json; name it .model")
+    if vocab_size > MAX_VOCABULARY:  # SentencePiece holds it in 32 bits
+        raise UserError(f"{output}: a tokenizer of {vocab_size:,} pieces; Keel trains one of up to {MAX_VOCABULARY:,}")
     reader = _Reader(texts, at_end)
     model = io.BytesIO()
     try:

@@ -233,23 +233,25 @@ def test_a_text_without_tokens_is_an_error(tmp_path):
             window(source(tmp_path / "rows.jsonl"), 0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "fails"), [(["ab", "", "cd", "ef"], 1), (["\n"] * 9, 0), (["ab", "", "c", "d", "e"], None)]
-)
-def test_a_shard_whose_documents_give_no_token_is_an_error(tmp_path, monkeypatch, rows, fails):
-    """With a tokenizer without special tokens, an empty document gives none; the shard would be filled for ever."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    tokenizer = Letters()
-    monkeypatch.setattr(tokenizer, "bos_id", None, raising=False)
-    monkeypatch.setattr(tokenizer, "eos_id", None, raising=False)
-    monkeypatch.setattr(tokenizer, "encode", lambda text: list(map(ord, text.strip())))
-    text = source(path, tokenizer=tokenizer)
-    for ordinal in range(3 * N_SHARDS if fails is None else fails):
-        window(text, ordinal)
-    if fails is not None:
-        with pytest.raises(UserError, match=r"rows\.jsonl: the tokenizer leaves nothing of its text, or of every 4th"):
-            window(text, fails)
+@pytest.mark.parametrize("n_texts", [3, 8])
+def test_a_shard_whose_documents_have_no_tokens_is_an_error(tmp_path, n_texts):
+    """With neither BOS nor EOS: as many documents as shards, or twice as many of which every fourth is empty."""
+    rows = ["" if i % N_SHARDS == 1 else "abc" for i in range(n_texts)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    letters = Letters()
+    letters.bos_id = letters.eos_id = None
+    text = source(tmp_path, tokenizer=letters)
+    assert window(text, 0) == [-97, 98, 99] * 2 + [-97, 98]
+    with pytest.raises(UserError, match=r"document 2 has no token .* nor has any other that its virtual shard gets"):
+        window(text, 1)
+
+
+def test_empty_documents_of_a_shard_that_also_has_others_are_passed(tmp_path):
+    rows = ["abc" if i == 4 else "" for i in range(5)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    letters = Letters()
+    letters.bos_id = letters.eos_id = None
+    assert window(source(tmp_path, tokenizer=letters), 1) == [-97, 98, 99] * 2 + [-97, 98]
 
 
 def test_validation_reads_in_order_and_never_twice(folder):

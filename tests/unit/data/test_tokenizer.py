@@ -129,7 +129,13 @@ def test_no_document_is_too_long_to_be_learned_from(tmp_path):
 
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "words"),
-    [(["too little"], 4096, "too high"), (CODE, 200, "smaller than"), ([], 300, "0 bytes"), (["", ""], 300, "0 bytes")],
+    [
+        (["too little"], 4096, "too high"),
+        (CODE, 200, "smaller than"),
+        ([], 300, "0 bytes"),
+        (["", ""], 300, "0 bytes"),
+        (["text"], 10**12, "1,000,000,000,000 pieces; Keel trains one of up to 16,777,216"),
+    ],
 )
 def test_text_that_does_not_suit_the_vocabulary_is_an_error(tmp_path, texts, vocab_size, words):
     with pytest.raises(UserError, match=words) as caught:

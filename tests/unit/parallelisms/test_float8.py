@@ -1,10 +1,14 @@
 """Float8 matmuls: what a job may ask for, and torchao's values beside a second implementation."""
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from configs.errors import ConfigError
 from configs.float8 import choose
@@ -13,7 +17,8 @@ from configs.load import load
 from configs.run_change import run_key_diff
 from configs.schema import Float8, further_run_keys, is_run_key
 from models import build_model
-from parallelisms.float8 import apply_float8, check_float8, choice_of
+from parallelisms.fake_ranks import fake_ranks
+from parallelisms.float8 import _even_shard, apply_float8, check_float8, choice_of
 from scripts import export_hf
 from scripts.parity_float8 import E4M3, E5M2, in_8_bits, to_format
 from tests.end_to_end.launch import curve, launch_here
@@ -278,3 +283,14 @@ def test_the_summary_names_what_the_recipe_does(torchao):
         "compute_dtype; emulated, slowly (float8.emulate)"
     )
     assert float8_products(config(), CPU) == ""
+
+
+@pytest.mark.parametrize(("fsdp", "is_refused"), [(3, True), (2, False)])
+def test_rows_that_tensor_parallelism_cuts_first_must_be_cut_evenly_by_fsdp(fsdp, is_refused):
+    with fake_ranks(fsdp * 2):
+        mesh = init_device_mesh("cpu", (fsdp, 2), mesh_dim_names=("shard", "tp"))
+        linear = parallelize_module(nn.Linear(8, 32, bias=False), mesh["tp"], ColwiseParallel())
+        fully_shard(linear, mesh=mesh["shard"])
+        refused = pytest.raises(ConfigError, match="6 ranks cannot cut the 32 rows of up_proj evenly")
+        with refused if is_refused else nullcontext():
+            _even_shard("up_proj", linear.weight)

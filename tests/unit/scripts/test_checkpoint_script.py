@@ -117,6 +117,14 @@ def test_prune(run, capsys):
     assert steps_in(run / "checkpoints") == [3, 5]
 
 
+def test_prune_keeps_the_checkpoint_that_a_spike_returns_to(tmp_path):
+    """Without it, the resumed run would skip a spike for which the undisturbed run goes back."""
+    config = {"fault": {"spikes": {"action": "rewind", "rewind_interval": 2}}}
+    save(tmp_path, 1, 2, 3, 4, 5, config=config)
+    assert script("prune", tmp_path, "--keep-last", 1) == 0
+    assert steps_in(tmp_path / "checkpoints") == [4, 5]
+
+
 def test_nothing_is_pruned_for_a_damaged_newest(run):
     path = of(run, 5) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))

@@ -279,6 +279,7 @@ def test_what_cannot_be_compared_is_a_message(words, message):
     ("main", "words"),
     [
         (train_tokenizer.main, ["text", "--output", "t.model", "--vocab-size", "300", "--max-bad-files", "-1"]),
+        (train_tokenizer.main, ["text", "--output", "t.model", "--vocab-size", "0"]),
         (data.main, ["find", "runs/debug", "text", "--most", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "nan"]),
