@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
+from configs.errors import UserError
 from configs.files import write_atomically, write_json
 from configs.load import LoadedConfig, find_job_file, load
 from scripts.command import (
@@ -114,7 +115,12 @@ def _check(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
     for with_mup, name in FORMS.items():
         for dim in options.dims:
             config = widened(job, overrides, dim, with_mup).config
-            sizes[with_mup][dim] = activation_sizes(config, mesh, steps)
+            found = sizes[with_mup][dim] = activation_sizes(config, mesh, steps)
+            if len(found) <= steps or not all(0 < size < math.inf for each in found for size in each.values()):
+                raise UserError(
+                    f"{name}, dim {dim}: within {steps} steps, the loss or an activation became 0 or left the finite "
+                    "numbers, so no growth can be told; lower optimizer.lr, or take fewer --steps"
+                )
             console.line(f"{name}, dim {dim}: done")
     growth = {
         name: {kind: _slope({dim: each[-1][kind] for dim, each in sizes[form].items()}) for kind in KINDS}

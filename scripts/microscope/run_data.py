@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -211,8 +212,13 @@ class RunData:
             parts = [(max(begin, each.start), min(end, each.stop)) for each in trained]
             n = sum(self._read_before(name, b, view) - self._read_before(name, a, view) for a, b in parts if a < b)
             samples += n
-            tokens += n * view.seq_len
-            epochs += n / view.tokens_of(name).n_windows if n and view.sources[name].kind == "tokens" else 0.0
+            n_tokens = n * view.seq_len
+            if any(a < view.start.sample <= b for a, b in parts):  # also those of the run that this one has left
+                cuts = [(view.seq_len, 0), *view.start.lengths.get(name, ())]
+                n_tokens += sum((length - view.seq_len) * (b - a) for (_, a), (length, b) in pairwise(cuts))
+            tokens += n_tokens
+            if n and view.sources[name].kind == "tokens":
+                epochs += n_tokens / view.seq_len / view.tokens_of(name).n_windows
         last = [view for view in self.views if view.start.sample < furthest][-1:] or self.views[:1]
         passed_over = max(0, self._read_before(name, furthest, last[0]) - samples)
         return Ledger(name, samples, tokens, passed_over, epochs if self.sources[name].kind == "tokens" else None)

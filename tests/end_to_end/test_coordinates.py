@@ -73,6 +73,13 @@ def test_a_width_that_can_not_be_is_refused(capsys, words, message):
     assert message in printed
 
 
+@pytest.mark.slow
+def test_a_training_that_leaves_the_finite_numbers_is_a_message(capsys):
+    code, printed = run(capsys, *JOB, "--dims", "16,32", "--steps", "2", "--optimizer.lr", "1e30")
+    assert code == 1
+    assert "without muP, dim 16: within 2 steps, the loss or an activation became 0 or left" in printed
+
+
 @pytest.mark.parametrize("words", [("--dims", "16"), ("--dims", "16,x"), ("--dims", "16,32", "--rates", "1e-3,-1")])
 def test_a_list_is_of_two_or_more_numbers(capsys, words):
     with pytest.raises(SystemExit):

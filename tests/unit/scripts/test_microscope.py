@@ -14,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.load import load
+from configs.table import with_keys
 from scripts.data import main
 from scripts.microscope.documents import Documents
 from scripts.microscope.history import History, Stretch
-from scripts.microscope.run_data import RunData
+from scripts.microscope.run_data import RunData, View
 from tests.end_to_end.launch import launch_here
 from tests.unit.small_job import JOB
 from trainer.data.loader import build_loader
+from trainer.data.order import Start
 from trainer.data.packing import PackingWriter, write_mark
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import BLOCK_BYTES, Header, TokenFolder
@@ -189,6 +191,19 @@ def test_ledger(run, trained, capsys):
         assert rows[name]["samples"] == len(samples)
         assert rows[name]["tokens"] == rows[name]["samples"] * SEQ_LEN >= sum(map(len, trained[name].values()))
     assert sum(row["samples"] for row in rows.values()) == STEPS * BATCH
+
+
+def test_the_ledger_of_a_fork_counts_what_was_read_in_sequences_of_another_length(run):
+    data = RunData(run)
+    before = {row.source: row for row in data.ledger(40)}
+    read = data.views[0].mixture.read_before(40 * BATCH)
+    config = with_keys(data.config, training={"seq_len": 2 * SEQ_LEN})
+    data.views = [View(config, Start().following(40 * BATCH, read, (SEQ_LEN, 2 * SEQ_LEN)))]
+    data.history = History([Stretch(1, 0, BATCH)], 50)
+    for row in data.ledger(40):
+        assert (row.samples, row.tokens) == (before[row.source].samples, before[row.source].tokens)
+        assert row.epochs is None or row.epochs == pytest.approx(before[row.source].epochs, rel=0.05)
+    assert sum(row.tokens for row in data.ledger(50)) == 40 * BATCH * SEQ_LEN + 10 * BATCH * 2 * SEQ_LEN
 
 
 @pytest.mark.parametrize(
