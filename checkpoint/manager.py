@@ -132,8 +132,13 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether `checkpoint.interval` or a rewind requires a checkpoint after `step` steps."""
-        intervals = (self._settings.interval, self._run.rewind_interval)
-        return any(interval > 0 and step % interval == 0 for interval in intervals)
+        interval = self._settings.interval
+        return (interval > 0 and step % interval == 0) or self.is_returned_to(step)
+
+    def is_returned_to(self, step: int) -> bool:
+        """Whether a spike of the loss may return to the checkpoint after `step` steps."""
+        interval = self._run.rewind_interval
+        return interval > 0 and step % interval == 0
 
     def latest_step(self) -> int | None:
         """Step of the checkpoint that was last loaded or committed."""

@@ -31,6 +31,8 @@ from configs.table import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float64"]
+Gib = Annotated[float, Field(ge=0, lt=1e9)]
+"""GiB, so few that the bytes are a number."""
 _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
@@ -144,7 +146,7 @@ class Data(Table):
     """Sources, mixed by weight."""
     document_mask: bool = False
     """Separate the documents in a window: no attention between them, and positions restart at each."""
-    cache_gib: NonNegativeFloat = 16.0
+    cache_gib: Gib = 16.0
     """The most that blocks of token files in object storage take on a host's disk, in GiB (machine key); 0: nothing."""
     cache_folder: str | None = None
     """Folder on each host's own disk for these blocks (machine key); default: keel-data-UID in TMPDIR or /tmp."""
@@ -497,7 +499,7 @@ class ActivationCheckpoint(Table):
     """Which activations the backward pass recomputes instead of keeping (docs/performance.md)."""
 
     memory_limit_gib: Annotated[
-        NonNegativeFloat | Literal["device"],
+        Gib | Literal["device"],
         only_with("job.device", "auto", "cuda", reason="whose memory is no GPU's", of="device"),
     ] = 0.0
     """Recompute as little as fits a rank's tensors into this many GiB, by estimate; device: nine tenths of the GPU's

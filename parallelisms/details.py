@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from configs.plan import plan_of
 from parallelisms.grad_norm import gradients, norms_of, sharding_groups
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
@@ -51,14 +52,13 @@ class Activations:
     """Sums of squares of the outputs of a model's modules, over all micro-batches of the passes that it watches."""
 
     def __init__(self, stages: Mapping[int, nn.Module], parts: Sequence[str], mesh: Mesh) -> None:
-        """Watch the modules among `parts` that this rank's `stages` hold."""
+        """Watch the modules among `parts` that this rank's `stages` hold: before the blocks, or blocks."""
         self._mesh = mesh
+        # By the plan: a stage may have modules that stand in for those of other stages, under their names.
         self._modules = {
-            number: module
+            parts.index(name): stage.get_submodule(name)
             for stage in stages.values()
-            for name, module in stage.named_modules()
-            for number, part in enumerate(parts)
-            if name == part
+            for name in (*plan_of(stage).before_blocks, *plan_of(stage).blocks)
         }
         self._sums = torch.zeros(2, len(parts), dtype=torch.float64, device=mesh.device)
         """Sums of squares, and numbers of elements, by part."""
@@ -66,17 +66,13 @@ class Activations:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the passes inside this context; the hooks are outside of what is compiled or computed twice."""
-        self.clear()
+        self._sums.zero_()
         hooks = [module.register_forward_hook(partial(self._add, number)) for number, module in self._modules.items()]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def clear(self) -> None:
-        """Forget what was seen."""
-        self._sums.zero_()
 
     def mean_squares(self) -> Tensor:
         """Mean square of each part's elements, float64, (parts,); all ranks must call it, and get the same."""

@@ -102,7 +102,6 @@ class LoadBalance:
         entropies = [router.entropy for router in self._routers.values()] or [tokens.new_zeros(())] * len(tokens)
         self._counts = torch.cat((tokens, torch.stack(entropies)[:, None]), dim=1)
         self._is_summed = False
-        self.forget()
         if is_described(self._config) and self._config.router.has_bias:
             self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
 

@@ -19,9 +19,10 @@ from typing import Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import ConfigError, KeelError, files_that_fail
+from configs.errors import ConfigError
 from configs.load import find_job_file
-from scripts.command import add_job_argument, end, job_of, positive, without_overrides
+from scripts.command import add_job_argument, end, job_of, positive, run_command, without_overrides
+from trainer.report.console import Console
 
 VARIANTS = ("bare-eager", "keel-eager", "bare-compiled", "keel-compiled")
 
@@ -36,20 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.insert(0, "bare")
     own, overrides = without_overrides(words)
     options = _parser().parse_args(own)
-    try:
-        with files_that_fail():
-            if "job" in options:
-                options.job = job_of(options)
-                find_job_file(options.job)  # a wrong path costs no import of torch
-            figures, lines = options.command(options, overrides)
-            if os.environ.get("RANK", "0") == "0":
-                print("\n".join(lines))
-                if options.json:
-                    options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    except KeelError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    def work(console: Console) -> None:
+        if "job" in options:
+            options.job = job_of(options)
+            find_job_file(options.job)  # a wrong path costs no import of torch
+        figures, lines = options.command(options, overrides)
+        if os.environ.get("RANK", "0") == "0":
+            console.line("\n".join(lines))
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+    return run_command(work, "stopped; nothing was written")
 
 
 def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:

@@ -157,6 +157,12 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
     all_scores = [scores for side in sides for scores in side.scores]
     if len({scores.digest for scores in all_scores}) > 1:
         raise UserError("the runs were scored on different sequences: their validation data differ")
+    for folder, scores in zip((each for side in sides for each in side.folders), all_scores, strict=True):
+        if not np.isfinite(scores.losses).all():
+            raise UserError(
+                f"{folder}: the loss of a validation sequence is not finite, so it can't be compared; leave this "
+                "config out, or give it a lower optimizer.lr"
+            )
     weights = np.array(all_scores[0].targets) / np.mean(all_scores[0].targets)
     # Of several comparisons with one config, all are right with the confidence asked for (Bonferroni).
     each = 1 - (1 - confidence) / (len(sides) - 1)

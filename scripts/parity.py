@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import ConfigError, KeelError
+from configs.errors import ConfigError
 from configs.load import find_job_file, load
 from configs.reading.overrides import split_flags, words
-from scripts.command import add_job_argument, end, job_of, not_negative, positive, without_overrides
+from scripts.command import add_job_argument, end, job_of, not_negative, positive, run_command, without_overrides
 from scripts.parity_random import Draw, run_one, run_random
 from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, can_be_exact, exact, same_bits, table
 
@@ -108,27 +108,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawing.add_argument(
         "--ranks", type=positive, help="try one job, with further keys --table.key VALUE, on these ranks"
     )
-    drawing.add_argument("--evaluate-at", default="", metavar="STEPS", help="evaluate after these steps: 1,2")
+    drawing.add_argument(
+        "--evaluate-at", type=_steps, default=(), metavar="STEPS", help="evaluate after these steps: 1,2"
+    )
     drawing.add_argument(
         "--move-at", type=not_negative, default=0, metavar="STEP", help="save and load after this step"
     )
-    drawing.add_argument("--moved", default="", metavar="KEYS", help="machine keys after that, as one word")
+    drawing.add_argument(
+        "--moved", type=_words, default=(), metavar="KEYS", help="machine keys after that, as one word"
+    )
     drawing.add_argument("--stage", action="append", default=[], metavar="TABLE", help="a table of [[stages]], in TOML")
     own, keys = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
     if keys and not options.ranks:
         parser.error(f"unknown options: {shlex.join(keys)} (keys of a job need --ranks)")
-    try:
-        job = job_of(options)
-        find_job_file(job)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    return run_command(lambda _: _try(options, keys), "stopped")
+
+
+def _try(options: argparse.Namespace, keys: Sequence[str]) -> int:
+    """Try what the command line asks for."""
+    job = job_of(options)
+    find_job_file(job)
     if options.ranks:
-        moved = _by_key(shlex.split(options.moved))
-        evaluate_at = tuple(map(int, filter(None, options.evaluate_at.split(","))))
+        moved = _by_key(options.moved)
         stages = tuple(options.stage)
-        return run_one(job, Draw(options.ranks, _by_key(keys), evaluate_at, options.move_at, moved, stages))
+        return run_one(job, Draw(options.ranks, _by_key(keys), options.evaluate_at, options.move_at, moved, stages))
     if options.random is not None:
         return run_random(job, options.random, options.seed)
     rows = [row for row in table() if fnmatchcase(row.name, options.rows)]
@@ -141,6 +145,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = _that_can_run(rows, options.dtype)
     failed = _print_table(rows, job, options.dtype, options.exact) if rows else 0
     return max(failed, _print_refusals(job, refused))
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    """The type of an option that lists steps."""
+    return tuple(map(not_negative, text.split(",")))
+
+
+def _words(text: str) -> list[str]:
+    """The type of an option that has several words in one."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, object]:
@@ -178,9 +195,6 @@ def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) 
             failed += bool(fault)
             figures = " ".join(f"{value:8.1e}" for value in difference.values)
             print(f"{row.name:52s} {figures} {difference.sha[:12]}  {fault or 'ok'}", flush=True)
-    except KeelError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     finally:
         pool.close()
     bounds = _powers(dtype)

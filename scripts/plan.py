@@ -15,7 +15,6 @@ the best of each.
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -215,7 +214,7 @@ def _tune(
         head = {"job": job.config.job.name, "ranks": counts[0], "device": options.device}
         print(json.dumps(head | found, indent=2))
     else:
-        tuning.show(outcome, counts[0], console)
+        tuning.show(outcome, counts[0], options.price, console)
     if options.write:
         write_job(options.write, job_of(options), outcome.best[0].config)
         console.line(f"wrote {options.write}")
@@ -236,7 +235,7 @@ def _calibrate(options: argparse.Namespace, config: Config, console: Console) ->
     options.device = str(options.calibrate)
 
 
-_positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
+_positive_number = number_of(lambda n: 0 < n < 1e15, "a number above 0 and below 1e15")
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,8 @@ class Tuning:
             "price": run.gpu_hours * price if price else None,
         }
 
-    def show(self, outcome: Outcome, ranks: int, console: Console) -> None:
-        """Print the best, each with what it changes and why it beats the next."""
+    def show(self, outcome: Outcome, ranks: int, price: float | None, console: Console) -> None:
+        """Print the best, each with what it changes, what the run costs, and why it beats the next."""
         rows: list[Row] = [
             ("considered", f"{outcome.considered:,} ways to run the same job"),
             ("do not fit", f"{outcome.too_large:,}"),
@@ -146,15 +146,21 @@ class Tuning:
             step = self.step(found, ranks)
             after = outcome.best[place + 1 : place + 2]
             reason = [("beats the next by", found.beats(after[0]))] if after else []
+            cost = [("the run", self._cost(found, ranks, price))] if price else []
             console.table(
                 f"{place + 1}. {_mesh(found, ranks)}",
                 [
                     ("a step", f"{step.seconds:.4g} s, {count(step.tokens_per_second)} tokens/s a GPU"),
                     ("MFU, memory", f"{percent(step.mfu)}, {size(found.memory)}"),
+                    *cost,
                     ("changes", words_of(self.job.config, found.config)),
                     *reason,
                 ],
             )
+
+    def _cost(self, found: Found, ranks: int, price: float) -> str:
+        hours = self._run(found, ranks).gpu_hours
+        return f"{count(hours)} GPU-hours; {count(hours * price)} at {price:g} a GPU-hour"
 
     # ------------------------------------------------------------------------- a curve
 

@@ -32,7 +32,6 @@ class FurtherLosses:
         """Take over a step's sums."""
         if self._modules:
             self._sums = torch.stack([module.loss for module in self._modules])
-        self.forget()
 
     @torch.no_grad()
     def forget(self) -> None:

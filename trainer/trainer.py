@@ -376,11 +376,14 @@ class Trainer:
     # ----------------------------------------------------------------------- the run is saved
 
     def _should_save(self) -> bool:
-        """Whether to save now; a save that is due after a non-finite step waits for the next finite one."""
+        """Whether to save now; a save that is due after a non-finite step waits for the next finite one.
+
+        What a spike may return to does not wait: a stop saves after any step, and must not change what a spike does.
+        """
         self.saver.is_due |= self.checkpoints.should_save(self.step)
         if self.saver.is_due:
             self._read_result()
-        return self.saver.is_due and self.progress.last_was_finite
+        return self.saver.is_due and (self.progress.last_was_finite or self.checkpoints.is_returned_to(self.run.step))
 
     def _save(self) -> None:
         """Save the state of the run, unless replicas of it differ between ranks."""

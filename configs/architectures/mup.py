@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Any
 
+from configs.architectures.llama import ATTENTION, further_block
+from configs.architectures.llama_keys import n_further
 from configs.architectures.parts import Weight, head_dim
 
 
@@ -97,8 +99,9 @@ def folds(model: Any) -> dict[str, float]:
 def _folds(model: Any) -> Iterator[tuple[str, float]]:
     yield "norm.weight" if model.tie_embeddings else "lm_head.weight", width_ratio(model)
     factor = query_factor(model) / sqrt(head_dim(model) / (model.query_scale or head_dim(model)))
-    for layer in range(model.n_layers):
-        attention = f"layers.{layer}.self_attn"
+    blocks = [f"layers.{layer}" for layer in range(model.n_layers)]
+    for block in (*blocks, *map(further_block, range(n_further(model)))):
+        attention = f"{block}.{ATTENTION}"
         if model.attention == "latent":
             yield f"{attention}.{'q_b_proj' if model.latent.query_rank else 'q_proj'}.weight", factor
         elif model.qk_norm != "none":

@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.errors import KeelError
 from configs.load import LoadedConfig
+from scripts.command import EXIT_INTERRUPTED
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
 from trainer.report.console import Console
 
@@ -92,7 +93,9 @@ def run_process(command: Sequence[str]) -> int:
     try:
         words = [sys.executable, str(_KEEL), *command]
         child.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
-        return child[0].wait()
+        code = child[0].wait()
+        # It may come before the command's own work.
+        return EXIT_PREEMPTED if -code in STOP_SIGNALS or code == EXIT_INTERRUPTED else code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.data.lengths import Lengths
-from trainer.data.order import GOLDEN, ROUNDS, Epochs, Mixture, derive_key, mix
+from trainer.data.order import GOLDEN, ROUNDS, Epochs, Mixture, derive_key, mix, walked
 
 
 def unpermute(value: np.ndarray | int, n: int, key: int) -> np.ndarray:
@@ -19,18 +19,10 @@ def unpermute(value: np.ndarray | int, n: int, key: int) -> np.ndarray:
     Returns:
         int64 array of the shape of `value`.
     """
-    shape = np.shape(value)
-    index = np.asarray(value, dtype=np.uint64).ravel()
-    bits = max(2, (n - 1).bit_length())
-    index = _unfeistel(index, bits, key)
-    outside = np.flatnonzero(index >= n)
-    while outside.size:
-        index[outside] = _unfeistel(index[outside], bits, key)
-        outside = outside[index[outside] >= n]
-    return index.astype(np.int64).reshape(shape)
+    return walked(_unfeistel, value, n, key)
 
 
-def _unfeistel(value: np.ndarray, bits: int, key: int) -> np.ndarray:
+def _unfeistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     """Undo one pass of `order._feistel`: the same rounds in reverse."""
     low_bits = bits // 2
     high_bits = bits - low_bits
@@ -42,8 +34,8 @@ def _unfeistel(value: np.ndarray, bits: int, key: int) -> np.ndarray:
     return high << np.uint64(low_bits) | low
 
 
-def _round_key(key: int, number: int) -> np.uint64:
-    return np.uint64((key + number * int(GOLDEN)) % (1 << 64))
+def _round_key(key: np.ndarray, number: int) -> np.ndarray:
+    return key + np.uint64(number * int(GOLDEN) % (1 << 64))
 
 
 def ordinals(epochs: Epochs, windows: np.ndarray, epoch: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from configs.errors import UserError
 from configs.load import LoadedConfig, load
 from configs.reading.overrides import words
 from configs.run_change import run_key_diff
+from configs.run_stages import RunStage, stage_of
 from configs.table import with_keys
 from scripts.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
 from scripts.proof.recorded import read_stretch
@@ -89,7 +91,9 @@ def plan(run: Path, step: int, folder: Path, begin: int | None = None) -> Plan:
     if step not in stretch.steps:
         raise UserError(f"{run / FILE_NAME} has no fingerprint of step {step}")
     launches = [stretch.launches[number] for number in sorted(stretch.steps)]
-    _check_same_run(launches, folder, f"between step {begin} and step {step}, {run}")
+    where = f"between step {begin} and step {step}, {run}"
+    _check_same_run(launches, folder, where)
+    _check_same_samples(launches, load(str(folder / JOB_NAME), is_stored=True).stages, where)
     moved_to = launches[0].next_sample if launches[0].step == begin else None
     return Plan(run, checkpoint, moved_to, launches[-1], stretch.steps)
 
@@ -106,6 +110,18 @@ def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> Non
                 "replay such a step"
             )
         before = config
+
+
+def _check_same_samples(launches: Sequence[Launch], stages: Sequence[RunStage], where: str) -> None:
+    """Raise UserError if a launch but the first passed over samples: a replay would compute with these."""
+    for before, launch in pairwise(launches):
+        steps = range(before.step + 1, launch.step + 1)
+        read = sum(stage_of(stages, step).config.training.global_batch_size for step in steps)
+        if launch.next_sample != before.next_sample + read:
+            raise UserError(
+                f"{where} went back to step {launch.step} after a spike of the loss, but not in its data; choose a "
+                f"step up to {launch.step}, or begin there (for keel reproduce, with --begin {launch.step})"
+            )
 
 
 # --------------------------------------------------------------------------- computing

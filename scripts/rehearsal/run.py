@@ -6,12 +6,13 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from configs.errors import KeelError
@@ -95,9 +96,9 @@ def ranks_to_rehearse(sizes: MeshSizes) -> list[int]:
     if world <= ALL_UP_TO:
         return list(range(world))
     shape = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
-    found = {_rank(shape, (stage, 0, 0, 0, 0)) for stage in range(sizes.pp)}
+    found = {int(np.ravel_multi_index((stage, 0, 0, 0, 0), shape)) for stage in range(sizes.pp)}
     for stage in {0, sizes.pp // 2, sizes.pp - 1}:
-        found |= {_rank(shape, (stage, *corner)) for corner in _corners(shape[1:])}
+        found |= {int(np.ravel_multi_index((stage, *corner), shape)) for corner in _corners(shape[1:])}
     drawn = random.Random(0).sample(range(world), _SAMPLE)
     return sorted(found.union(drawn))
 
@@ -107,10 +108,3 @@ def _corners(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     yield last
     for axis in range(len(sizes)):
         yield tuple(last[axis] if each == axis else 0 for each in range(len(sizes)))
-
-
-def _rank(shape: Iterable[int], place: Iterable[int]) -> int:
-    rank = 0
-    for size, coordinate in zip(shape, place, strict=True):
-        rank = rank * size + coordinate
-    return rank

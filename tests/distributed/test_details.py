@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ import torch.nn.functional as F
 
 from configs.load import load
 from models import build_model
+from parallelisms.details import Activations
 from parallelisms.init import materialize
+from parallelisms.pipeline import own_stages
 from tests.end_to_end.launch import records
+from tests.hf_families import NEEDS_TRANSFORMERS, write_config
+from tests.hf_families import words as hf_words
 from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.details import noise_scale
@@ -189,6 +194,16 @@ def test_experts_and_frozen_layers(ranks, tmp_path):
             assert record["layer_grad_norms"] == pytest.approx(other["layer_grad_norms"], rel=1e-9)
             if name == "bias":
                 assert record["grad_signal"] == pytest.approx(other["grad_signal"], rel=1e-9)
+
+
+@NEEDS_TRANSFORMERS
+def test_modules_in_the_places_of_other_stages_are_not_measured(tmp_path):
+    model = hf_words(write_config(tmp_path, "llama", num_hidden_layers=4))
+    config = load("parity.toml", (*model, "--mesh.pp", "2"), 2).config
+    whole = build_model(config.model)
+    parts = (*whole.plan.before_blocks, *whole.plan.blocks)
+    seen = Activations(own_stages(whole, config, rank=1), parts, SimpleNamespace(device=torch.device("cpu")))
+    assert [parts[number] for number in seen._modules] == ["model.layers.2", "model.layers.3"]
 
 
 def test_the_estimates_are_those_of_a_known_distribution():

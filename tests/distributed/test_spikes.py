@@ -4,6 +4,7 @@ The data are a constant, which the model soon knows, but for some samples of noi
 """
 
 import json
+import math
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -176,6 +177,31 @@ def test_a_stop_anywhere_changes_nothing(ranks, tmp_path, words):
         for stop_after in (*stops, 0):
             ranks(2, train, str(folder), words, stop_after)
         assert_same_end(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_stop_after_a_step_that_is_not_finite_changes_nothing(ranks, tmp_path):
+    """A stop saves after such a step, too, and a spike may then return there; so an undisturbed run saves as well."""
+    for folder, stops in (("undisturbed", (0,)), ("stopped", (20, 0))):
+        for stop_after in stops:
+            [(_, run, _)] = ranks(1, not_finite, str(tmp_path / folder), REWIND, stop_after)
+        assert [(each["what"], each["step"]) for each in run.incidents] == [("rewind", 20)]
+    assert curve(tmp_path / "undisturbed") == curve(tmp_path / "stopped")
+
+
+def not_finite(folder, words, stop_after):
+    """As `train`, but the gradient norm of batch 20 is not finite."""
+    original = Learner.gradients
+
+    def gradients(learner, batch, *arguments):
+        loss, norm = original(learner, batch, *arguments)
+        return loss, norm * (math.nan if 19 * BATCH in batch[0].samples else 1.0)
+
+    Learner.gradients = gradients
+    try:
+        return train(folder, words, stop_after, noise=(27,), steps=28)
+    finally:
+        Learner.gradients = original
 
 
 KILLED = f"""

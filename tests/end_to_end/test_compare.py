@@ -1,20 +1,25 @@
 """`keel compare` and `keel score`: what is trained, what is not trained again, and what is reported."""
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from configs.errors import UserError
 from scripts import compare, fork, score
-from scripts.comparison.score import read_scores, write_scores
+from scripts.comparison import runs
+from scripts.comparison.score import Scores, read_scores, write_scores
 from tests.a_against_a import EQUAL, gather_text, launch_here, trials_of_the_command
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
+from trainer.lifecycle import EXIT_PREEMPTED
 
 HELD_OUT = '--validation.sources=[{name = "held out", kind = "synthetic"}]'
 JOB = (HELD_OUT, "--validation.interval", "20", "--validation.sequences", "13", "--metrics.tensorboard", "false")
@@ -72,6 +77,23 @@ def test_the_report_is_of_what_was_trained(experiment):
     assert high - low == pytest.approx(2 * comparison["paired"])
     assert report["sequences"] == 13
     assert comparison["confidence"] == 0.98
+
+
+def test_a_signal_before_a_command_handles_it_is_a_stop(tmp_path, monkeypatch):
+    (tmp_path / "keel.py").write_text("import os, sys\nos.kill(os.getpid(), int(sys.argv[1]))\n")
+    monkeypatch.setattr(runs, "_KEEL", tmp_path / "keel.py")
+    assert runs.run_process([str(int(signal.SIGTERM))]) == EXIT_PREEMPTED
+    assert runs.run_process([str(int(signal.SIGKILL))]) == -signal.SIGKILL
+
+
+def test_a_loss_that_is_not_finite_names_its_run():
+    whole = Scores(20, "seal", 2560, "digest", [3.0, 2.0], [16, 16])
+    sides = [
+        compare.Side("a", None, [Path("runs/a")], [whole]),
+        compare.Side("b", None, [Path("runs/b")], [replace(whole, losses=[3.0, math.nan])]),
+    ]
+    with pytest.raises(UserError, match=r"^runs/b: the loss of a validation sequence is not finite"):
+        compare._report(sides, 0.98)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ millisecond for 512 samples, in the background.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,15 +47,22 @@ def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarra
     Returns:
         int64 array of the shape of `index`.
     """
+    return walked(_feistel, index, n, key)
+
+
+def walked(
+    once: Callable[[np.ndarray, int, np.ndarray], np.ndarray], index: np.ndarray | int, n: int, key: np.ndarray | int
+) -> np.ndarray:
+    """Send `index` through a keyed bijection of a power of two until it is in [0, n); the rest as for `permute`."""
     value, keys = np.broadcast_arrays(np.asarray(index, dtype=np.uint64), np.asarray(key, dtype=np.uint64))
     shape = value.shape
     value = value.ravel()
     keys = keys.ravel()
     bits = max(2, (n - 1).bit_length())
-    value = _feistel(value, bits, keys)
+    value = once(value, bits, keys)
     outside = np.flatnonzero(value >= n)
     while outside.size:
-        value[outside] = _feistel(value[outside], bits, keys[outside])
+        value[outside] = once(value[outside], bits, keys[outside])
         outside = outside[value[outside] >= n]
     return value.astype(np.int64).reshape(shape)
 

@@ -70,6 +70,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Returns:
         For each window, in the order in which they were opened, the indices of its parts.
     """
+    room = min(room, sum(lengths))  # more makes no other windows, only numbers with more bits
     windows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # the windows with exactly this much room left
     sizes = 0  # a bit for each key of `by_room`

@@ -25,7 +25,7 @@ import xxhash
 from checkpoint.bucket_files import local_file
 from checkpoint.find import MAX_TOKENIZER_BYTES
 from configs.errors import ConfigError, UserError
-from configs.files import whole
+from configs.files import replacing, whole
 from configs.untrusted import parse_json, read_file, shortened
 
 SPACE = "\u2581"
@@ -330,16 +330,12 @@ def train_sentencepiece(
 
 
 def _write_whole(output: Path, content: bytes) -> None:
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, output)
+        with replacing(output, str(os.getpid())) as file:
+            file.write(content)
     except OSError as error:
         raise UserError(f"{output}: cannot write the tokenizer ({error.strerror})") from None
-    finally:
-        if temporary.parent.is_dir():
-            temporary.unlink(missing_ok=True)
 
 
 class _Reader:

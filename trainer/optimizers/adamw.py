@@ -33,6 +33,7 @@ from trainer.kernels.keyed import Key
 from trainer.kernels.padded import whole_vectors
 from trainer.kernels.separate import Rates
 from trainer.optimizers import rule
+from trainer.optimizers.build import rule_name
 from trainer.optimizers.training import TrainingOptimizer
 
 if TYPE_CHECKING:
@@ -205,7 +206,9 @@ def require_kernel(job: LoadedConfig, device: torch.device) -> None:
     """
     optimizer = job.config.optimizer
     key = "compile.enable" if job.config.compile.enable else "optimizer.kernel"
-    is_used = job.config.compile.enable or (optimizer.name, optimizer.kernel) == ("adamw", "auto")
+    # Others, such as Muon, leave it some parameters.
+    has_adamw = rule_name(optimizer, is_hidden_matrix=False) == "adamw"
+    is_used = job.config.compile.enable or (has_adamw and optimizer.kernel == "auto")
     if device.type != "cuda" or not is_used or not has_triton():
         return
     element = torch.zeros(1, device=device)

@@ -83,6 +83,11 @@ def test_unknown_keys_name_the_nearest(text, message):
             'fsdp.zero_stage must be one of 1 | 2 | 3 | "auto", got "aut"; did you mean "auto"?',
         ),
         ("[training]\nsteps = 0", "training.steps must be an integer > 0, got 0"),
+        (
+            "[activation_checkpoint]\nmemory_limit_gib = 1e300",
+            'activation_checkpoint.memory_limit_gib must be a number >= 0 and < 1e+09 or "device", got 1e+300',
+        ),
+        ("[data]\ncache_gib = inf", "data.cache_gib must be a number >= 0 and < 1e+09, got inf"),
         ("[training]\nseed = -1", "training.seed must be an integer >= 0 and < 2**63, got -1"),
         (
             '[validation]\nsources = {name = "a"}',

@@ -50,6 +50,11 @@ def test_best_fit(lengths):
     assert fills == expected
 
 
+def test_a_window_may_have_room_for_more_than_any_memory():
+    assert best_fit([2, 3, 1], 10**15) == [[1, 0, 2]]
+    assert best_fit([], 10**15) == []
+
+
 @given(LENGTHS)
 def test_windows_follow_from_the_lengths_of_the_documents(lengths):
     windows = best_fit(lengths, 12)

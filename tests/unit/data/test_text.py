@@ -68,6 +68,17 @@ def test_jsonl_lines_are_read_once_wherever_it_is_cut(tmp_path_factory, texts, p
         assert [text for part in parts for text, _ in read(part, Keys(), BadFiles())] == texts
 
 
+@pytest.mark.parametrize("longer", [-1, 0, 1])
+def test_a_line_that_is_too_long_takes_no_other_line_with_it(tmp_path, monkeypatch, longer):
+    """Nor does one that is too long by its line end alone."""
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 40)
+    long = "x" * (40 + longer - len(json.dumps({"text": ""})))
+    write_jsonl(tmp_path / "x.jsonl", ["before", long, "behind"])
+    found, bad = read_all(tmp_path / "x.jsonl", limit=1)
+    assert found == (["before", long, "behind"] if longer < 0 else ["before", "behind"])
+    assert bad == [f"{tmp_path}/x.jsonl:2: the line is longer than 40 bytes"] * (longer >= 0)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

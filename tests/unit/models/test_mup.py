@@ -96,6 +96,13 @@ def test_what_no_class_has_a_place_for_is_not_exported():
     assert not not_exportable(tied.model_copy(update={"multi_token": MultiToken()}))
 
 
+def test_an_export_has_the_factors_in_modules_that_predict_further_tokens_too():
+    factors = folds(TINY["deepseek_v3"].model_copy(update={**MUP, "multi_token": MultiToken(depth=2)}))
+    own = {f"{block}.self_attn.q_b_proj.weight" for block in ("multi_token.0.block", "multi_token.1.block")}
+    assert own < factors.keys()
+    assert len({factors[name] for name in (*own, "layers.0.self_attn.q_b_proj.weight")}) == 1
+
+
 # --------------------------------------------------------------------------- updates
 
 SIZES = {"n_layers": 1, "vocab_size": 100}

@@ -18,6 +18,7 @@ from trainer.planning.devices import device_named
 from trainer.planning.memory import estimate_memory
 from trainer.planning.search import Search
 from trainer.planning.step_time import estimate_step
+from trainer.report.units import count
 
 GPU = device_named("h100")
 BF16 = ["--training.compute_dtype", "bfloat16", "--job.device", "auto"]
@@ -166,6 +167,16 @@ def test_bad_options_are_one_message(words: list[str], message: str, capsys: pyt
     told = capsys.readouterr()
     assert message in told.out + told.err
     assert "Traceback" not in told.err
+
+
+def test_the_best_of_one_number_of_ranks_have_their_price(capsys: pytest.CaptureFixture[str]):
+    words = ["debug.toml", "--ranks", "1", "--tune", "--device", "h100", "--price", "2.5", *BF16, *SMALL]
+    assert plan.main(words) == 0
+    printed = capsys.readouterr().out
+    assert plan.main([*words, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert printed.count("at 2.5 a GPU-hour") == len(best)
+    assert f"{count(best[0]['gpu_hours'])} GPU-hours; {count(best[0]['price'])} at 2.5 a GPU-hour" in printed
 
 
 def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import scripts.replay
 from configs.errors import ConfigError, UserError
+from scripts.proof.replay import plan
 from scripts.replay import compute, random_steps, replay
 from tests.end_to_end.launch import assert_same_tensors, launch_here, snapshot, tensors
 from trainer.lifecycle import StopRequest
@@ -120,6 +121,15 @@ def test_what_cannot_be_replayed(recorded, copy, tmp_path):
     (copy / "fingerprints.jsonl").unlink()
     with pytest.raises(UserError, match=r"are recorded with metrics\.fingerprint = true"):
         said_by(replay, copy, 9)
+
+
+def test_a_run_that_passed_samples_over_is_replayed_from_there_on_only(copy, tmp_path):
+    """Batches 11 to 13 were skipped as after a spike; from a checkpoint before, a replay would learn from them."""
+    path = copy / "fingerprints.jsonl"
+    path.write_text(path.read_text().replace('"next_sample": 80', '"next_sample": 104'))
+    assert plan(copy, 12, tmp_path).first_sample == 104
+    with pytest.raises(UserError, match=r"between step 5 and step 12, .* went back to step 10 after a spike"):
+        plan(copy, 12, tmp_path, begin=5)
 
 
 def test_fingerprints_change_no_bit_of_the_run(recorded, tmp_path):

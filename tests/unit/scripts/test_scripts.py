@@ -283,16 +283,34 @@ def test_what_cannot_be_compared_is_a_message(words, message):
         (data.main, ["find", "runs/debug", "text", "--most", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "0"]),
         (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "nan"]),
+        (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "1e300"]),
         (benchmark.main, ["debug", "--rounds", "0"]),
         (benchmark.main, ["debug", "--steps", "-1"]),
         (parity.main, ["--random", "-1"]),
         (parity.main, ["--ranks", "0"]),
+        (parity.main, ["--ranks", "2", "--evaluate-at", "x"]),
     ],
 )
 def test_an_impossible_number_is_a_message(capsys, main, words):
     with pytest.raises(SystemExit):
         main(words)
     assert f"argument {words[-2]}: {words[-1]} is not a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "place"),
+    [
+        (benchmark.main, ["loader"], "scripts.benchmarks.bare.loader_speed"),
+        (parity.main, ["--random", "1"], "scripts.parity.run_random"),
+    ],
+)
+def test_ctrl_c_is_one_message(capsys, monkeypatch, main, words, place):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err.startswith("error: stopped")
 
 
 def test_figures_that_can_not_be_written_are_a_message(tmp_path, capsys, monkeypatch):

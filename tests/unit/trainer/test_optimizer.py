@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from configs.errors import ConfigError
+from configs.load import load
 from configs.schema import Optimizer, ParameterGroup
 from parallelisms.sums.exact import ExactSums
 from parallelisms.sums.fast import Sums
@@ -394,3 +395,11 @@ def test_the_slow_average_warms_up():
     start, end = math.log(0.5) / math.log(0.9), math.log(0.5) / math.log(0.999)
     assert halves == pytest.approx([start + (end - start) * share for share in (0.01, 0.5, 0.99, 1, 1)])
     assert [slow_rates(config, t)[1] for t in (1, 50, 100)] == [0.05, 2.5, 5.0]
+
+
+@pytest.mark.parametrize(("name", "is_tried"), [("adamw", True), ("muon", True), ("lion", False)])
+def test_the_kernel_is_tried_at_the_start_where_adamw_updates_some_parameters(monkeypatch, name, is_tried):
+    asked = []
+    monkeypatch.setattr(adamw, "has_triton", lambda: asked.append(name))
+    adamw.require_kernel(load("parity.toml", ("--optimizer.name", name)), torch.device("cuda"))
+    assert asked == [name] * is_tried

@@ -329,7 +329,7 @@ def _read_jsonl(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
             if not line.strip():
                 continue
             if len(line) > MAX_LINE_BYTES:
-                at += _pass_line(file, stop - at)
+                at += 0 if line.endswith(b"\n") else _pass_line(file, stop - at)
                 yield begin, ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
             else:
                 yield begin, _parse(line if begin else _without_mark(line))
