@@ -272,6 +272,10 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "job.device=cpu fsdp.cpu_offload=true",
             "(--job.device), where the state is in CPU memory anyway; leave it out",
         ),
+        (
+            "fsdp.partition=owner mesh.dp_shard=1 mesh.dp_replicate=4 mesh.tp=2 fsdp.cpu_offload=true",
+            'partition "owner" sends parameters from where they are',
+        ),
         (SOURCE % ("tokens", ",path='x'"), 'job.toml: a tokenizer is needed for source "s": set tokenizer.path'),
         ("data.prepare={input=['a'],output='b'}", "a tokenizer is needed for [data.prepare]: set tokenizer.path"),
         ("tokenizer.train_on=['a']", "--tokenizer.train_on: train_on needs path"),
