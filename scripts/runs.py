@@ -17,6 +17,7 @@ if not __package__:  # run as a file
 
 from configs.errors import UserError
 from configs.files import whole
+from configs.untrusted import printable
 from scripts.command import end, parser_of, place_argument, run_command
 from scripts.page.recorded import SILENT_SECONDS
 from trainer.lifecycle import read_status
@@ -42,7 +43,7 @@ def _list(root: Path, console: Console) -> None:
     runs = sorted(runs_in(root), key=lambda run: run[1]["time"], reverse=True)
     if not runs:
         raise UserError(f"{root}: no runs here (a run is a folder with a status.json)")
-    width = max(len(str(folder)) for folder, _ in runs)
+    width = max(len(_name(folder)) for folder, _ in runs)
     console.line(f"{'run':<{width}}  {'state':<10}{'step':>10}{'loss':>10}{'tokens/s':>13}  age")
     for folder, status in runs:
         console.line(_line(folder, status, width))
@@ -64,8 +65,9 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def _line(folder: Path, status: dict[str, Any], width: int) -> str:
+    name = _name(folder)
     if status["state"] == UNREADABLE:
-        return f"{folder!s:<{width}}  {UNREADABLE}: {status['reason']}"
+        return f"{name:<{width}}  {UNREADABLE}: {status['reason']}"
     age = max(0.0, time.time() - status["time"])
     state = "silent" if status["state"] == "running" and age > SILENT_SECONDS else status["state"]
     last = _last_record(folder / METRICS_NAME)
@@ -73,7 +75,12 @@ def _line(folder: Path, status: dict[str, Any], width: int) -> str:
     speed = last.get("tokens_per_second")
     numbers = f"{status['step']:>10,}{_number(loss, '.4f'):>10}{_number(speed, ',.0f'):>13}"
     reason = "" if state in ("running", "done") or not status["reason"] else f"  {status['reason'].splitlines()[0]}"
-    return f"{folder!s:<{width}}  {state:<10}{numbers}  {duration(age)}{reason}"
+    return f"{name:<{width}}  {state:<10}{numbers}  {duration(age)}{reason}"
+
+
+def _name(folder: Path) -> str:
+    """A folder in one line, whatever its name."""
+    return printable(str(folder)).replace("\n", "\\n")
 
 
 def _number(value: Any, form: str) -> str:

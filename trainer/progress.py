@@ -20,7 +20,7 @@ class Progress:
         """The keys of the present stage of the run."""
         self.run = run
         self.first_step = run.step
-        """Steps completed before this launch."""
+        """Steps completed before this launch, or where a spike has sent it back to: these are saved already."""
         self.last_was_finite = True
         """Whether the last step had a finite loss and gradient norm."""
         self.is_stopping = False
@@ -70,6 +70,7 @@ class Progress:
         spike = self.run.step + 1
         limit = self.loss_limit
         self.run = replace(to, incidents=self.run.incidents)
+        self.first_step = to.step
         self.compared_step = None
         self.record("rewind", spike_step=spike, to_step=to.step, loss=loss, limit=limit, samples=samples)
         # metrics.jsonl is cut back as well, with the incidents on its lines.

@@ -70,8 +70,8 @@ class Validation:
             with learner.averaged():
                 of_average = validate(learner, self._loader, self._token_bytes, is_over)
             result = replace(result, validation_average_loss=of_average.validation_loss if of_average else None)
-        if result:
-            self._last = (step, result.validation_loss)
+        # None: what was measured after this step before a spike sent the run back is of other weights.
+        self._last = (step, result.validation_loss) if result else None
         return result
 
     def loss_after(self, step: int) -> float | None:

@@ -200,5 +200,9 @@ def nearest(name: str) -> str | None:
         return _ALIASES[leaf]
     keys = {key.rpartition(".")[2]: key for key in reversed(schema_keys())}
     keys |= {key.rpartition(".")[2]: key for key in schema_keys() if key.rpartition(".")[0] == table}
-    near = difflib.get_close_matches(leaf, keys, 1, 0.78)
-    return keys[near[0]] if near else None
+    own = [word for word, key in keys.items() if key.rpartition(".")[0] == table]
+    # The table says more than a letter or two: model.delta.heads is model.delta.key_heads rather than model.n_heads.
+    for words, cutoff in ((keys, 0.9), (own, 0.7), (keys, 0.78)):
+        if near := difflib.get_close_matches(leaf, words, 1, cutoff):
+            return keys[near[0]]
+    return None

@@ -60,12 +60,14 @@ class StepRecords:
         self.fingerprints.open(run, position)
 
     def _open(self, step: int) -> None:
+        goes_back = self._log is not None
         if self._log:
             self._log.close()
         config = self.config
         folder = self.config.job.folder
         try:
-            self.wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
+            goes_on = goes_back or config.checkpoint.load != "none"  # what this launch has written is its own run's
+            self.wall_clock.open(folder / METRICS_NAME, step, goes_on)
             sinks = Sinks(choose_sinks(config.metrics, folder), self.console.warning)
             run = config.job.name, config.model_dump(mode="json")
             check = self.incarnation.require_newest_known if self.incarnation else None

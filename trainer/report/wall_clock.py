@@ -55,7 +55,7 @@ class WallClock:
             else:
                 lost += launches
         self._unwritten = lost + self._unwritten
-        self._started = min(starts)
+        self._started = min(starts, default=self._started)  # none, if somebody has removed the file since
 
     def record(self, now: float) -> dict[str, Any]:
         """The keys of `StepMetrics` that account for the time since the last call; `now`: seconds since the epoch."""

@@ -53,6 +53,7 @@ def mistakes(text, *overrides, world_size=None):
         ("[model]\nhidden_size = 1", "job.toml:3: unknown key model.hidden_size; did you mean model.dim?"),
         ("steps = 1", "job.toml:2: unknown key steps; did you mean training.steps?"),
         ("[mesh]\nTP = 1", "job.toml:3: unknown key mesh.TP; did you mean mesh.tp?"),
+        ("[model.delta]\nheads = 1", "job.toml:3: unknown key model.delta.heads; did you mean model.delta.key_heads?"),
         ("[mesh]\nqq = 1", "job.toml:3: unknown key mesh.qq; [mesh] has dp_replicate, dp_shard, cp, tp, pp, ep"),
         ("[trainning]\nx = 1", "job.toml:2: unknown table [trainning]; did you mean [training]?"),
         ("[training]\nmesh.tp = 1", "job.toml:3: unknown table [training.mesh]; did you mean [mesh]?"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from configs.errors import UserError
+from configs.load import load
 from scripts.reproduce import reproduce, write_file
 from tests.end_to_end.launch import launch_here
 from tests.unit.scripts.test_proof import JOB, in_this_process, said_by  # noqa: F401 - a fixture
@@ -198,7 +199,8 @@ def test_what_is_no_such_file_is_refused(recorded, tmp_path):
 def test_steps_of_another_mesh_or_without_the_first_are_refused(recorded, tmp_path):
     copy = Path(shutil.copytree(recorded / "run", tmp_path / "copy"))
     launch, *steps = (copy / "fingerprints.jsonl").read_text().splitlines()
-    moved = json.dumps(json.loads(launch) | {"step": 10, "mesh": {"tp": 2}})
+    batch = load(str(copy / "config.toml"), is_stored=True).config.training.global_batch_size
+    moved = json.dumps(json.loads(launch) | {"step": 10, "next_sample": 10 * batch, "mesh": {"tp": 2}})
     (copy / "fingerprints.jsonl").write_text("\n".join([launch, *steps[:10], moved, *steps[10:]]) + "\n")
     with pytest.raises(UserError, match=r"step 1 was computed on another mesh or machine than 12"):
         said_by(write_file, copy, tmp_path / "f", steps=[12])

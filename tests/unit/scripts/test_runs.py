@@ -35,6 +35,15 @@ def test_a_list(folder, capsys):
     ]
 
 
+def test_a_line_break_in_a_name_does_not_break_the_line(folder, capsys):
+    (folder / "a").rename(folder / "a\nb")
+    assert keel_runs(folder) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert any(line.startswith(f"{folder}/a\\nb  done") for line in lines)
+    assert {line.index(" done ") for line in lines} == {head.index(" state ")}
+
+
 def test_a_silent_run_is_listed_as_such(folder, capsys):
     status = {"state": "running", "step": 3, "reason": "", "time": time.time() - 300}
     (folder / "a" / "status.json").write_text(json.dumps(status))

@@ -100,9 +100,12 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
 
 
 def test_a_command_stopped_among_its_imports_ends_with_one_line(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     with pytest.raises(SystemExit) as ended:
-        end(lambda: signal.raise_signal(signal.SIGINT))
+        end(interrupted)
     assert (ended.value.code, capsys.readouterr().err) == (130, "error: stopped\n")
 
 

@@ -110,6 +110,17 @@ def test_a_start_from_scratch_starts_the_clock(machine):
     assert (line["goodput"], len(line["launches"])) == (1.0, 1)
 
 
+def test_going_back_when_somebody_has_removed_the_metrics(machine):
+    machine.launch(0)
+    machine.spend(Kind.TRAINING, 10.0)
+    machine.log(1)
+    machine.lines = {}
+    machine._write()
+    machine.open(0)
+    machine.spend(Kind.TRAINING, 10.0)
+    assert machine.log(1)["goodput"] == 10 / 20
+
+
 def test_a_clock_that_was_set_back_gives_no_goodput(machine):
     machine.launch(0)
     machine.now -= 100.0
