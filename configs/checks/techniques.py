@@ -29,9 +29,8 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
             f'partition "owner" needs whole parameters, but dp_shard {sizes.dp_shard} cuts them (on {sizes.world_size} '
             f"ranks, dp_replicate {sizes.dp_replicate}); set mesh.dp_replicate = {sizes.dp} and mesh.dp_shard = 1",
         )
-    if (
-        fsdp.cpu_offload and max(sizes.tp, sizes.pp, sizes.ep) > 1
-    ):  # groups of NCCL alone, DTensors on the mesh's device
+    # The groups of these axes have NCCL alone, and a DTensor of CPU memory would be a copy on the mesh's device.
+    if fsdp.cpu_offload and max(sizes.tp, sizes.pp, sizes.ep) > 1:
         yield (
             "fsdp.cpu_offload",
             'partition "owner" sends parameters from where they are, and beside tp, pp and ep ranks send only what is '

@@ -10,7 +10,7 @@ from trainer.saved_state import RunState
 from trainer.validation import Validation
 
 
-def test_all_steps_after_the_checkpoint_are_new(tmp_path):
+def test_all_steps_after_the_checkpoint_are_new():
     """A stop in the middle of a step saves what is new, also below the step that the launch began with."""
     progress = Progress(load("parity.toml", ("--fault.spikes.action", "rewind")).config, RunState(step=150))
     progress.go_back(RunState(step=100), 9.0, [0, 1])
