@@ -500,6 +500,8 @@ class CheckpointManager:
                 checkpoint would otherwise be lost silently.
         """
         self.wait()
+        # A rank that leaves a new group at once may do so before gloo has told another that they are connected.
+        dist.barrier(group=self._group)
         dist.destroy_process_group(self._group)
         if self._failures:
             raise self._failures[-1]

@@ -247,3 +247,18 @@ def test_every_rank_hears_of_every_damaged_file_and_falls_back(ranks, tmp_path):
     assert "__0_0.distcp has changed" in told
     assert "__1_0.distcp has changed" in told
     assert (trainer_state, same) == ({"tokens": 1}, True)
+
+
+def seconds_to_close(folder):
+    manager = make_manager(folder)
+    is_late = dist.get_rank() == 1
+    time.sleep(0.5 * is_late)
+    begin = time.monotonic()
+    manager.close()
+    return time.monotonic() - begin
+
+
+def test_no_rank_leaves_the_group_before_another_has_it(ranks, tmp_path):
+    """gloo: "Connection closed by peer", where a rank was still connecting to one that had nothing to save."""
+    first, _ = ranks(2, seconds_to_close, str(tmp_path))
+    assert first > 0.3
