@@ -15,14 +15,18 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._inductor.exc import CppCompileError
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, OutageError
 from configs.plan import plan_of
 from configs.schema import Compile
 
 MOST_GRAPHS = 64
 """Limit for the same code. More would mean that each step compiles something again, which must not go unnoticed."""
+
+_OF_THE_HOST = (CppCompileError, OSError)
+"""What a compiler fails by that is killed, as by a signal to the process group, or a disk that is full."""
 
 
 def compiler_options(config: Compile) -> dict[str, Any]:
@@ -42,26 +46,37 @@ def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:
         options: further settings of the compiler (`torch._inductor.config`).
 
     Raises:
-        ConfigError: in the first step, if torch can't trace a block as one graph.
+        ConfigError, OutageError: in the first step, as `compiled`.
     """
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_GRAPHS)
     plan = plan_of(model)
     for name in (*plan.blocks, *plan.further_blocks):
         block = model.get_submodule(name)
-        block.forward = _compiled(block.forward, name, options)
+        block.forward = compiled(block.forward, name, options)
 
 
-def _compiled(forward: Callable, name: str, options: dict[str, Any]) -> Callable:
+def compiled(function: Callable, name: str, options: dict[str, Any] | None) -> Callable:
+    """Compile a function as one graph for each shape of its inputs; errors name it by `name`.
+
+    Raises:
+        ConfigError: when it is called, if torch can't compile it.
+        OutageError: when it is called, if a compiler or a disk of this host fails.
+    """
     # Sequences of another length, in another stage of the run, get a graph of their own. By default, torch would then
     # compile one for all lengths, whose bits a resumed run, which sees one length alone, would not have.
-    compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options or None)
+    graphs = torch.compile(function, fullgraph=True, dynamic=False, options=options or None)
 
-    @wraps(forward)
+    @wraps(function)
     def compiled_or_refused(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            return graphs(*args, **kwargs)
         except TorchDynamoException as error:
             reason = " ".join(str(error).strip().partition("\n\n")[0].split())
+            if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, _OF_THE_HOST):
+                raise OutageError(
+                    f"this host could not compile {name}: {reason}; the same command tries again, "
+                    "and --compile.enable false does without"
+                ) from error
             message = f"compile.enable: torch can't compile {name} as one graph: {reason}; set compile.enable = false"
             raise ConfigError(message) from error
 

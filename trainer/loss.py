@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from configs.errors import ConfigError
 from configs.own_code import code_of
+from parallelisms.compile import compiled
 from parallelisms.ranges import named_range
 from trainer.data.loader import IGNORED
 
@@ -237,17 +238,14 @@ def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
 
 @functools.cache
 def _kernels(
-    compiled: bool, options: tuple[tuple[str, Any], ...]
+    is_compiled: bool, options: tuple[tuple[str, Any], ...]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The work on a chunk between the matrix products, which stay outside: compiled or not, a library does them."""
-    if not compiled:
+    if not is_compiled:
         return _measure, _differentiate_
     # No CUDA graphs: the kernels write into a buffer.
     settings = {**dict(options), "triton.cudagraphs": False} if options else None
-    return (
-        torch.compile(_measure, fullgraph=True, dynamic=False, options=settings),
-        torch.compile(_differentiate_, fullgraph=True, dynamic=False, options=settings),
-    )
+    return compiled(_measure, "the loss", settings), compiled(_differentiate_, "the loss's gradient", settings)
 
 
 def _measure(logits: Tensor, targets: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, start, st
 from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step
 from trainer.lifecycle import StopRequest, write_status
 from trainer.run import run
+from trainer.trainer import Trainer
 
 LONG = "--training.steps 100000"
 
@@ -78,6 +79,33 @@ def test_while_data_is_prepared(tmp_path: Path):
     assert "stopped by SIGTERM while preparing data; the same command resumes" in outcome.err
     assert status(tmp_path / "run")["state"] == "preempted"
     assert not (tmp_path / "data").exists()
+
+
+def test_a_signal_that_kills_the_compiler_as_well(tmp_path: Path):
+    """`timeout`, scancel and a terminal signal the whole process group, while a stage of longer sequences compiles."""
+    stop = StopRequest()
+    folder = tmp_path / "run"
+
+    def build(runtime, before_build):
+        trainer = Trainer(runtime, before_build)
+        compute = trainer.learner.gradients
+
+        def gradients(*arguments):
+            if trainer.step < 3:
+                return compute(*arguments)
+            stop.record(signal.SIGTERM, None)
+            raise OutageError("this host could not compile layers.0")
+
+        trainer.learner.gradients = gradients
+        return trainer
+
+    words = ("--job.output_dir", str(folder), "--metrics.tensorboard", "false", "--job.grace_seconds", "2")
+    try:
+        assert run(load(str(TINY), words, 1), stop, build) == 75
+    finally:
+        dist.destroy_process_group()
+    assert assert_preempted(folder, by="SIGTERM") == 3
+    assert "this host could not compile layers.0" in (folder / "run.log").read_text()
 
 
 @pytest.mark.parametrize(("is_saved", "code"), [(True, 75), (False, 1)])

@@ -25,6 +25,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from configs.errors import OutageError
 from configs.secret import Forged, signed, verified
 from parallelisms.ranks import on_rank_zero
 from parallelisms.torch_internals import store_of_all_ranks
@@ -104,7 +105,13 @@ class Grace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """End the thread, together with the other ranks'; after an error, abandon it."""
+        """End the thread, together with the other ranks'; after an error, abandon it.
+
+        What failed in the middle of a step may have been stopped as well, as a compiler is by a signal to the whole
+        process group: then the thread gets the time to save the last finished step.
+        """
+        if isinstance(error, OutageError) and self._stop and self._is_computing:
+            self._thread.join(self._seconds)
         self._is_abandoned = kind is not None
         self._closing.set()
         if not self._is_abandoned:

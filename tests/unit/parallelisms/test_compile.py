@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch._inductor.config
+from torch._inductor.utils import fresh_cache
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, OutageError
 from configs.schema import Compile, Model
 from models import build_model
 from parallelisms import compile as compiling
-from parallelisms.compile import apply_compile, compiler_options
+from parallelisms.compile import apply_compile, compiled, compiler_options
 from scripts.parity_compare import attention_that_compiles
 
 SHAPE = Model(dim=24, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=32)
@@ -55,6 +57,19 @@ def test_a_block_that_cannot_be_one_graph_is_refused_with_torchs_reason():
         apply_compile(model, {})
         with pytest.raises(ConfigError, match=r"can't compile layers\.2 as one graph: .*; set compile\.enable = false"):
             model(TOKENS)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_is_killed_is_no_mistake_in_the_job(tmp_path):
+    """The command may succeed another time, which ConfigError denies."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *--version*) exec c++ --version;; esac\nkill -TERM $$\n')
+    compiler.chmod(0o755)
+    torch._dynamo.reset()
+    with fresh_cache(), torch._inductor.config.patch({"cpp.cxx": (None, str(compiler)), "compile_threads": 1}):
+        add_one = compiled(lambda x: x.sin() + 1, "the loss", None)
+        with pytest.raises(OutageError, match=r"this host could not compile the loss: CppCompileError: .*tries again"):
+            add_one(torch.ones(64))
 
 
 def test_the_options_of_a_mode():
