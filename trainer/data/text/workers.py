@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from multiprocessing.sharedctypes import Synchronized
 from typing import Protocol, TypeVar
 
-from configs.errors import UserError
+from configs.errors import OutageError
 from trainer.data.text.shard import read_bytes
 
 _PROGRESS_SECONDS = 1.0
@@ -51,7 +51,7 @@ def on_all(
         done: bytes that were done before.
 
     Raises:
-        UserError: a process was killed.
+        OutageError: a process was killed.
     """
     total = done + sum(part.n_bytes for part in parts)
     progress(done, total, message)
@@ -69,7 +69,8 @@ def on_all(
                 try:
                     yield futures[future], future.result()
                 except BrokenProcessPool:
-                    raise UserError(_KILLED) from None
+                    progress(counter.value, total, message)  # raises if a signal to the whole process group is why
+                    raise OutageError(_KILLED) from None
             progress(counter.value, total, message)
 
 
