@@ -61,9 +61,6 @@ class Claim(Incarnation):
         if self._newer:
             raise self._newer[0]
 
-    def is_current(self) -> bool:
-        return not self._newer
-
     def begin(self, step: int) -> None:
         self.require_current()
         self.record["begins"].append(step)

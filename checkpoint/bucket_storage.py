@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -81,6 +82,8 @@ class BucketStorage(FolderStorage):
         self._places: dict[Path, str] = {}
         self._known: dict[str, tuple[int, int]] = {}
         """Size and time of each file of the run's folder that the bucket has."""
+        self._being_put: dict[str, threading.Lock] = {}
+        """Keeps a thread from putting an older content of a file after another one's newer content."""
         self._begun: set[str] = set()
         """The prefixes at which this launch has begun a checkpoint."""
         self._left: set[str] = set()
@@ -187,7 +190,8 @@ class BucketStorage(FolderStorage):
             Superseded: a newer launch has taken the run over.
         """
         self.claim.require_current()
-        for path in sorted(self._folder.rglob("*")):
+        # Unlike `rglob`, `walk` goes on where a folder is removed meanwhile.
+        for path in sorted(Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names):
             key = path.relative_to(self._folder).as_posix()
             if not _NOT_PUT.search(key) and path.is_file() and not path.is_symlink():
                 self._push_file(path, key)
@@ -199,9 +203,16 @@ class BucketStorage(FolderStorage):
             self._push_file(path, path.name)
 
     def _push_file(self, path: Path, key: str) -> None:
-        stamp = _stamp(path)
-        if self._known.get(key) != stamp:
-            self._bucket.put(key, path.read_bytes())
+        # A lock for each file: a sign of life, which puts status.json, must not wait for a large one.
+        with self._being_put.setdefault(key, threading.Lock()):
+            try:
+                stamp = _stamp(path)
+                if self._known.get(key) == stamp:
+                    return
+                content = path.read_bytes()
+            except FileNotFoundError:  # removed since it was listed
+                return
+            self._bucket.put(key, content)
             self._known[key] = stamp
 
     # ------------------------------------------------------------------ checkpoints

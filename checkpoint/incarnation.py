@@ -22,6 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,12 @@ class Incarnation:
             )
 
     def is_current(self) -> bool:
-        """Whether no newer launch has taken the run over."""
-        return self.newest() == self.number
+        """Whether no newer launch has taken the run over, as far as `require_newest_known` knows."""
+        try:
+            self.require_newest_known()
+        except Superseded:
+            return False
+        return True
 
     def newest(self) -> int:
         """The number of the newest launch."""
@@ -86,7 +91,8 @@ class Incarnation:
 
     def require_newest_known(self) -> None:
         """Like `require_current`, as far as is known at little cost: for each line of a file, not for a commit."""
-        self.require_current()
+        with suppress(OSError):  # of a disk that refuses for a moment; that alone ends no run
+            self.require_current()
 
     def begin(self, step: int) -> None:
         """Record, once and again after going back, that the run continues from `step` completed steps.

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
+from checkpoint.bucket import errors_for_user
 from checkpoint.consensus import Vote
 from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.lock import BeingRead
@@ -235,6 +236,7 @@ class CheckpointManager:
         self.wait()
         return on_rank_zero(self._group, lambda: step in self._storage.list(self._folder))
 
+    @errors_for_user()
     def rewind(self, step: int, state: State) -> TrainerState:
         """Load the run's checkpoint of `step` during training, after `can_rewind`; later ones are moved aside.
 
@@ -242,7 +244,7 @@ class CheckpointManager:
             The trainer state saved with it.
 
         Raises:
-            KeelError: as in `resume` and `begin_lineage`.
+            KeelError: as in `resume` and `begin_lineage`, or a bucket does not answer.
         """
         trainer_state = self._continue(self._reader.load_step(step, state))
         self._begin_incarnation()
@@ -400,7 +402,10 @@ class CheckpointManager:
     def _require_readable(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last:
-            problems = content_damages(self._storage, unfinished, files, self._group)
+            try:
+                problems = content_damages(self._storage, unfinished, files, self._group)
+            except OSError as error:
+                raise save_failed(self._storage, unfinished, f"read again, {error}") from None
             if problems:
                 raise save_failed(self._storage, unfinished, f"read again, {'; '.join(problems)}")
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint.index import files_of
 from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
 from checkpoint.storage import Storage
-from parallelisms.ranks import gather
+from parallelisms.ranks import gather, on_each_rank
 
 
 def content_damages(
@@ -23,10 +23,18 @@ def content_damages(
 
     Returns:
         One line for every damaged file, with its name; the same on all ranks.
+
+    Raises:
+        OSError: a rank can't look, as in an outage of a bucket. All ranks raise it.
     """
     sizes = {name: entry.size for name, entry in files.items()}
     mine = shares(sizes, dist.get_world_size(group))[dist.get_rank(group)]
-    found = [problem for name in mine if (problem := storage.damage(folder, name, files[name]))]
+    found: list[str] = []
+
+    def look() -> None:
+        found.extend(problem for name in mine if (problem := storage.damage(folder, name, files[name])))
+
+    on_each_rank(group, look)
     return sorted(line for problems in gather(found, group) for line in problems)
 
 

@@ -102,12 +102,13 @@ class Commands:
             return
         committed = self.committed()
         is_new = committed is not None and committed != self._seen
-        if is_new and committed is not None:
-            for command in self.config.checkpoint.after_save:
-                self._queue(command, committed)
-            self._seen = committed
         has_ended = self._running and self._running[1].poll() is not None
         try:
+            if is_new and committed is not None:
+                seen = self._seen
+                self._seen = committed  # also if the disk refuses: the next launch then runs what is missing
+                for command in self.config.checkpoint.after_save:
+                    self._queue(command, seen, committed)
             if has_ended:
                 self._end()
             if self._due and not self._running:
@@ -127,7 +128,7 @@ class Commands:
         if is_done:
             self.poll()
         if self.config.checkpoint.after_save:
-            self.watchdog.on_first_rank("commands after the save", lambda: self._finish(is_done))
+            self.watchdog.on_first_rank("commands after the save", lambda: self._finish(is_done), is_needed=False)
 
     def _finish(self, is_done: bool) -> None:
         while self._running or self._due:
@@ -142,12 +143,15 @@ class Commands:
         if self._running:
             self._running[1].communicate()  # closes its standard input, which ends it
 
-    def _queue(self, command: AfterSave, committed: int) -> None:
+    def _queue(self, command: AfterSave, after: int | None, committed: int) -> None:
         """Queue a command for the newest checkpoint; first in a launch, also for those since its last success.
 
         It pins them at once, since the next save removes old checkpoints.
+
+        Args:
+            after: step of the last checkpoint whose commands are queued; None: first in a launch.
+            committed: step of the newest checkpoint.
         """
-        after = self._seen
         if after is None:
             after = max(steps_in(self._run / FOLDER / command.name), default=committed - 1)
         for step in steps_in(self._run / "checkpoints"):

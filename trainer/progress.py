@@ -71,6 +71,7 @@ class Progress:
         limit = self.loss_limit
         self.run = replace(to, incidents=self.run.incidents)
         self.first_step = to.step
+        self.last_was_finite = True
         self.compared_step = None
         self.record("rewind", spike_step=spike, to_step=to.step, loss=loss, limit=limit, samples=samples)
         # metrics.jsonl is cut back as well, with the incidents on its lines.

@@ -313,15 +313,19 @@ class Trainer:
         Raises:
             UserError: the run has gone back to that checkpoint too often.
         """
-        to_step = rewind_target(self.config.fault.spikes, self.run.step, self.run.incidents, result.loss)
-        if to_step is None or to_step < self.stage.border.after:  # the data and keys there are an earlier stage's
+        earliest = self.stage.border.after  # before it, data and keys are an earlier stage's
+        to_step = rewind_target(self.config.fault.spikes, self.run.step, self.run.incidents, result.loss, earliest)
+        if to_step is None:
             return False
         with self.watch.during(self.run.step, "going back", Kind.CHECKPOINT):
             if not self.checkpoints.can_rewind(to_step):
                 return False
             self.commands.finish(is_done=False)  # they may be reading checkpoints that the rewind moves
+            self.records.flush()  # a copy of the metrics is kept with those checkpoints
             saved = self.checkpoints.rewind(to_step, self.learner.state())
             self.learner.was_loaded()
+        self.saver.is_due = False
+        self.watch.go_back(self.run.step + 1 - to_step)
         position = self.loader.state_dict()
         samples = [saved["data"]["next_sample"], position["next_sample"] - 1]
         self.progress.go_back(RunState(**saved["run"]), result.loss, samples)

@@ -49,6 +49,10 @@ class Watch:
         """Note that step `number` may compile again, for sequences of another length."""
         self._first_step = number - 1
 
+    def go_back(self, n_steps: int) -> None:
+        """Note that the next step is `n_steps` before the one that would have followed: nothing compiles again."""
+        self._first_step -= n_steps
+
     def begin(self, number: int, rescue: Rescue) -> None:
         """Begin step `number`; until `updating`, `rescue` saves the state after the step before."""
         self._watchdog.step(number - 1)

@@ -83,7 +83,7 @@ class Unwatched(Watchdog):
         """Note what begins."""
         self._notes.doing = doing if doing == "start-up" else f"{doing} after step {step}"
 
-    def on_first_rank(self, doing: str, work: Callable[[], None]) -> None:
+    def on_first_rank(self, doing: str, work: Callable[[], None], is_needed: bool = True) -> None:
         """Do the first rank's work here, too."""
         self._act_as_first(work)
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Damaged, read_manifest, step_folder
 from checkpoint.reader import Description, Log
+from checkpoint.storage import FolderStorage
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
 
@@ -213,6 +214,35 @@ def test_a_full_disk_on_one_rank_ends_all_at_the_same_step(ranks, tmp_path, mode
     assert "step-00000001 could not be written: rank 1: [Errno 28] No space left on device" in message
     assert "__1_0.distcp" in message
     assert read_manifest(step_folder(tmp_path, 2)).tokens == 2
+
+
+def can_not_be_read_again(folder):
+    """Rank 1 can't look at what it has put, as in an outage of a bucket; returns what every rank is told."""
+
+    class Away(FolderStorage):
+        def damage(self, checkpoint, name, entry):
+            if dist.get_rank() == 1:
+                raise OSError(errno.EIO, "the server does not answer in time", name)
+            return super().damage(checkpoint, name, entry)
+
+    state = sharded(reference(), (2,), (0,))
+    settings = Checkpoint(mode="sync", keep_last=2, timeout_seconds=10)
+    told: list[str] = []
+    manager = CheckpointManager(Path(folder), settings, Description({}, {}), Log(warning=told.append), storage=Away())
+    manager.resume(state)
+    manager.begin_lineage()
+    manager.save(1, state, {"tokens": 1})
+    dist.barrier()
+    return told, list(Path(folder).iterdir())
+
+
+def test_a_place_that_does_not_answer_one_rank_makes_the_save_fail_on_all(ranks, tmp_path):
+    (first, left), (second, _) = ranks(2, can_not_be_read_again, tmp_path)
+    [warning] = first
+    assert "could not be written: read again, " in warning
+    assert "the server does not answer in time" in warning
+    assert "failed saves in a row: 1" in warning
+    assert (second, left) == ([], [])
 
 
 def fall_back(folder):

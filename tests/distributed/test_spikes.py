@@ -6,6 +6,7 @@ The data are a constant, which the model soon knows, but for some samples of noi
 import json
 import math
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -33,9 +34,11 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
 from trainer.opening import Runtime
 from trainer.report.console import Console
-from trainer.report.metrics import TimeLedger
+from trainer.report.metrics import MetricsLog, TimeLedger
+from trainer.saving import Saver
 from trainer.step import Learner
 from trainer.trainer import Trainer
+from trainer.watch import Watch
 
 BATCH = 8
 JOB = ("--metrics.tensorboard", "false", "--training.micro_batch_size", "4")
@@ -202,6 +205,67 @@ def not_finite(folder, words, stop_after):
         return train(folder, words, stop_after, noise=(27,), steps=28)
     finally:
         Learner.gradients = original
+
+
+@pytest.fixture(scope="module")
+def gone_back(ranks, tmp_path_factory):
+    """The folder of a run, and its second launch as `watched` returns it.
+
+    The first ends with step 24. The second begins with two steps that are not finite, for which a save at step 25
+    waits; step 27 is a spike, and sends it back to step 20, where the first has been.
+    """
+    folder = tmp_path_factory.mktemp("gone_back")
+    words = (*REWIND, "--fault.spikes.threshold", "4", "--checkpoint.interval", "5")
+    ranks(1, train, str(folder), words, 24)
+    [found] = ranks(1, watched, str(folder), words)
+    return folder, *found
+
+
+def watched(folder, words):
+    """A launch: its steps with whether they may compile, the steps it saves after, and its incidents."""
+    gradients, step, save, write = Learner.gradients, Watch.step, Saver.save, MetricsLog._write
+    steps, saved = [], []
+
+    def not_finite(learner, batch, *arguments):
+        loss, norm = gradients(learner, batch, *arguments)
+        return loss, norm * (math.nan if batch[0].samples[0] // BATCH in (24, 25) else 1.0)
+
+    def counted(watch, number):
+        steps.append((number, watch.is_typical(number)))
+        return step(watch, number)
+
+    def noted(saver, loader):
+        saved.append(saver.progress.run.step)
+        save(saver, loader)
+
+    def slow(log, metrics, *arguments):
+        time.sleep(2.0 if metrics.step == 26 else 0.0)
+        write(log, metrics, *arguments)
+
+    Learner.gradients, Watch.step, Saver.save, MetricsLog._write = not_finite, counted, noted, slow
+    try:
+        _, run, message = train(folder, words, noise=(27,), steps=28)
+        assert not message
+        return steps, saved, decisions(run.incidents)
+    finally:
+        Learner.gradients, Watch.step, Saver.save, MetricsLog._write = gradients, step, save, write
+
+
+def test_steps_below_the_first_of_a_launch_that_has_gone_back_do_not_compile(gone_back):
+    _, steps, _, incidents = gone_back
+    assert [each["to_step"] for each in incidents] == [20]
+    assert steps == [(25, False), (26, False), (27, True), *((number, True) for number in range(21, 29))]
+
+
+def test_a_save_that_waited_for_a_finite_step_is_no_longer_due_after_going_back(gone_back):
+    _, _, saved, _ = gone_back
+    assert saved == [25, 28]
+
+
+def test_the_metrics_of_the_steps_that_a_run_goes_back_from_are_kept_to_the_last(gone_back):
+    folder, *_ = gone_back
+    [aside] = (folder / "checkpoints").glob("abandoned-*/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in aside.read_text().splitlines()] == list(range(1, 27))
 
 
 KILLED = f"""

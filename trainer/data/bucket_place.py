@@ -37,6 +37,8 @@ BLOCKS_AT_ONCE = 16
 _PATIENCE = Patience(request_seconds=60, seconds=2)
 WAIT_SECONDS = 180.0
 """How long a server that is away is waited for."""
+_PAUSE_SECONDS = 1.0
+"""The time between two requests of which the first has failed."""
 TELL_SECONDS = 5.0
 """The time after which a wait is told."""
 _TOLD_AGAIN_SECONDS = 60.0
@@ -169,6 +171,7 @@ class BucketFile:
                 self._trouble = str(error.strerror)
                 if not error.may_pass or time.monotonic() > deadline:
                     raise error.for_user() from None
+                time.sleep(_PAUSE_SECONDS)
         self._trouble = ""
         if e_tag != self._stored.e_tag:
             raise UserError(

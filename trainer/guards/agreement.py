@@ -83,14 +83,19 @@ def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None =
     """Run `action` on each rank of `group` (None: all ranks), and return all results, which are JSON, on each.
 
     Raises:
-        UserError: `action` raised a KeelError somewhere. All ranks raise it, naming the first such rank.
+        UserError: `action` failed somewhere. All ranks raise it, naming the first such rank; but a rank
+            whose error is no KeelError raises that.
     """
     outcome: list[Any] = [None, None]
+    unforeseen: Exception | None = None
     try:
         outcome[0] = action()
-    except KeelError as error:
+    except Exception as error:
         outcome[1] = f"rank {dist.get_rank()} ({socket.gethostname()}): {error}"
-    outcomes = gather(outcome, group)
+        unforeseen = None if isinstance(error, KeelError) else error
+    outcomes = gather(outcome, group)  # after any error: otherwise the others would wait
+    if unforeseen is not None:
+        raise unforeseen
     for _, problem in outcomes:
         if problem:
             raise UserError(problem)

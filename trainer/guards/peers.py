@@ -164,6 +164,11 @@ class Peers:
         has_no_answer = asked is not None and time.monotonic() - asked > SILENT_SECONDS
         return self._store_is_gone or self._store_has_no_host or has_no_answer
 
+    @property
+    def has_lost_agent(self) -> bool:
+        """Whether the store is gone, and was not part of rank 0: the agent that had it, such as torchrun, has ended."""
+        return self._store_is_gone and not _is_part_of_rank_0()
+
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The last beats of `ranks`, except those that have not sent one yet."""
         keys = {rank: f"beat/{rank}" for rank in ranks if rank != self.own.rank}
@@ -236,8 +241,7 @@ class Peers:
                 lost.append(Loss(beat, "is stopped (SIGSTOP, or a debugger)"))
             elif state in ("", "Z", "X") and os.path.exists(known.crash_file):
                 lost.append(_death(beat))
-        is_part_of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._store_has_no_host = is_part_of_rank_0 and any(loss.beat.rank == 0 for loss in lost)
+        self._store_has_no_host = _is_part_of_rank_0() and any(loss.beat.rank == 0 for loss in lost)
         return lost
 
     def silent(self, seconds: float, ranks: Iterable[int]) -> list[Loss]:
@@ -267,6 +271,11 @@ def watched_by(rank: int, world_size: int) -> list[int]:
     """The ranks whose beats a rank reads: those at distances of powers of two."""
     distances = [1 << bit for bit in range(world_size.bit_length()) if 1 << bit < world_size]
     return [(rank + distance) % world_size for distance in distances]
+
+
+def _is_part_of_rank_0() -> bool:
+    """Whether the store's server is in the process of rank 0, and not in its agent's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _death(beat: Beat) -> Loss:

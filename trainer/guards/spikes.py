@@ -31,18 +31,21 @@ def loss_limit(config: Spikes, past_losses: Sequence[float]) -> float:
     return mean + config.threshold * deviation
 
 
-def rewind_target(config: Spikes, step: int, incidents: Sequence[Mapping[str, Any]], loss: float) -> int | None:
+def rewind_target(
+    config: Spikes, step: int, incidents: Sequence[Mapping[str, Any]], loss: float, earliest: int
+) -> int | None:
     """The step of the checkpoint to return to if the next step's `loss` is a spike; None: do not return.
 
     Args:
         step: number of completed steps.
         incidents: the run's incidents so far, as its checkpoints keep them.
+        earliest: the run returns to no step before this one.
 
     Raises:
         UserError: the run has returned there too often.
     """
     to_step = step // config.rewind_interval * config.rewind_interval
-    if config.action != "rewind" or to_step == 0:
+    if config.action != "rewind" or to_step == 0 or to_step < earliest:
         return None
     rewinds = sum(incident.get("to_step") == to_step for incident in incidents)
     if rewinds >= MAX_REWINDS:

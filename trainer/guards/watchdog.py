@@ -130,8 +130,13 @@ class Watchdog:
 
     # ------------------------------------------------------------------ waiting for rank 0
 
-    def on_first_rank(self, doing: str, work: Callable[[], None]) -> None:
+    def on_first_rank(self, doing: str, work: Callable[[], None], is_needed: bool = True) -> None:
         """Run something slow on rank 0, for hours if need be, while the others wait; all raise its error.
+
+        Args:
+            doing, work: as said.
+            is_needed: whether the ranks can't go on without it. If they can, they do when the agent's store is gone,
+                through which they would hear of its end.
 
         Raises:
             OutageError: rank 0 is no longer alive.
@@ -144,17 +149,23 @@ class Watchdog:
                 work()
             except Exception as error:
                 failure = error
-            self.peers.tell({"done": self._waits, "failure": failure and error_as_json(failure)})
-        elif told := self._wait_for_first(doing):
+            try:
+                self.peers.tell({"done": self._waits, "failure": failure and error_as_json(failure)})
+            except RuntimeError:
+                if is_needed:
+                    raise
+        elif told := self._wait_for_first(doing, is_needed):
             failure = error_of(told)
         self.step(self._mark[0], "start-up")
         if failure is not None:
             raise failure
 
-    def _wait_for_first(self, doing: str) -> list[Any] | None:
+    def _wait_for_first(self, doing: str, is_needed: bool) -> list[Any] | None:
         """Rank 0's message when it is done. The watchdog's thread receives it; this only polls for it."""
         self._last_heard = time.monotonic()
         while self._waits not in self._done:
+            if self.peers.has_lost_agent and not is_needed:
+                return None
             silence = time.monotonic() - self._last_heard
             if silence > self._timeout:
                 raise OutageError(

@@ -361,6 +361,88 @@ def test_a_save_that_fails_is_tried_again_and_the_run_goes_on(objects, tmp_path,
     assert steps_in(host.folder / "checkpoints") == [10]
 
 
+def away(self, prefix=""):
+    raise BucketError(errno.EIO, "the server does not answer in time", f"{URL}/{prefix}")
+
+
+def test_an_outage_while_a_save_is_read_again_is_a_failed_save(objects, tmp_path, monkeypatch):
+    host = Host(tmp_path / "a", keep_last=2)
+    host.begin()
+    host.save(10)
+    damage = BucketStorage.damage
+
+    def fails(*arguments):
+        with monkeypatch.context() as outage:
+            outage.setattr(Bucket, "list", away)
+            return damage(*arguments)
+
+    monkeypatch.setattr(BucketStorage, "damage", fails)
+    host.save(20)
+    monkeypatch.undo()
+    assert any("does not answer in time" in line and "failed saves in a row: 1" in line for line in host.log)
+    assert steps_in(host.folder / "checkpoints") == [10]
+
+
+def test_an_outage_while_a_run_goes_back_ends_it_with_one_message(objects, tmp_path, monkeypatch):
+    host = Host(tmp_path / "a")
+    host.begin()
+    host.save(10, 20)
+    monkeypatch.setattr(Bucket, "list", away)
+    with pytest.raises(OutageError, match="the server does not answer in time"):
+        host.manager.rewind(10, host.state)
+
+
+def test_an_older_status_never_replaces_a_newer_one(objects, tmp_path, monkeypatch):
+    """Though the sign of life that puts it takes long, and the launch ends meanwhile."""
+    host = Host(tmp_path / "a")
+    status = host.folder / "status.json"
+    status.write_text("running")
+    put = Bucket.put
+
+    def slow(self, key, content):
+        time.sleep(0.5 if content == b"running" else 0.0)
+        put(self, key, content)
+
+    monkeypatch.setattr(Bucket, "put", slow)
+    sign = threading.Thread(target=host.storage.push_status)
+    sign.start()
+    time.sleep(0.2)
+    status.write_text("done")
+    host.storage.push()
+    sign.join()
+    assert (objects / "status.json").read_text() == "done"
+
+
+@pytest.mark.parametrize("name", ["crashes/rank-00001.txt", "after_save/export/step-00000010.tmp/model"])
+def test_what_is_removed_while_the_files_of_the_run_are_put_makes_no_save_fail(objects, tmp_path, monkeypatch, name):
+    """As a rank removes its file of crashes, and a command's folder gets another name when it has succeeded."""
+    host = Host(tmp_path / "a")
+    host.begin()
+    host.save(10)
+    file = host.folder / name
+    file.parent.mkdir(parents=True)
+    file.touch()
+    scandir, stamp = os.scandir, storages._stamp
+
+    def listed(folder="."):
+        if Path(folder) == file.parent and file.parent.name.endswith(".tmp") and file.exists():
+            file.unlink()
+            file.parent.rmdir()
+        return scandir(folder)
+
+    def looked_at(path):
+        if path == file:
+            file.unlink()
+        return stamp(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    monkeypatch.setattr(storages, "_stamp", looked_at)
+    host.save(20)
+    monkeypatch.undo()
+    assert not file.exists()
+    assert steps_in(host.folder / "checkpoints") == [10, 20]
+
+
 def test_a_copy_has_the_tensors_when_they_are_asked_for(objects, tmp_path, monkeypatch):
     launched(tmp_path / "a", 10, 20)
     (objects / "config.toml").write_text("")

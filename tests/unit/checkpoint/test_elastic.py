@@ -1,5 +1,6 @@
 """Elastic runs in one process: the mesh that a number of ranks gets, the numbers of launches, and who may write."""
 
+import errno
 import json
 import os
 import signal
@@ -183,6 +184,27 @@ def test_an_older_launch_adds_no_line_to_the_metrics(tmp_path):
     with pytest.raises(Superseded):
         log.flush()
     assert (tmp_path / "metrics.jsonl").read_bytes() == written
+
+
+def test_a_disk_that_refuses_a_look_for_newer_launches_ends_no_run(tmp_path, monkeypatch):
+    """Neither with a line of metrics nor when the end of the run is recorded; the next look finds a newer launch."""
+    older = claim(tmp_path, {})
+    log = MetricsLog(tmp_path, Outages(print, print), before_writing=older.require_newest_known)
+
+    def refuse(folder):
+        raise OSError(errno.EIO, "Input/output error", folder)
+
+    with monkeypatch.context() as outage:
+        outage.setattr(os, "listdir", refuse)
+        log.write(metrics(1))
+        log.flush()
+        assert older.is_current()
+    assert b'"step": 1' in (tmp_path / "metrics.jsonl").read_bytes()
+    claim(tmp_path, {})
+    assert not older.is_current()
+    log.write(metrics(2))
+    with pytest.raises(Superseded):
+        log.flush()
 
 
 # --------------------------------------------------------------------------- a launch that hangs

@@ -306,6 +306,22 @@ def test_a_server_that_stays_away_ends_the_run_as_an_outage(folder, data, monkey
         read.read(0, 100_000)
 
 
+def test_a_server_that_refuses_at_once_is_asked_again_after_a_pause(folder, data, monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL)
+    read = TokenFolder(URL, VOCAB, data=data)
+    monkeypatch.setattr(bucket_place, "WAIT_SECONDS", 0.5)
+    asked = []
+
+    def get(self, key, start, stop):
+        asked.append(start)
+        raise BucketError(errno.EIO, "the server fails", f"{self.url}/{key}")
+
+    monkeypatch.setattr(Bucket, "get_range", get)
+    with pytest.raises(OutageError, match="the server fails"):
+        read.read(100_000, 1)
+    assert len(asked) == 2
+
+
 def test_an_outage_at_the_mark_of_packed_text_is_no_damage(folder, data, monkeypatch):
     write_mark(folder, 499)
     place = TokenFolder(URL, VOCAB, data=data).place

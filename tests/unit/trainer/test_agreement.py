@@ -1,5 +1,8 @@
 """What ranks that differ are told, at any number of them, and what is compared."""
 
+import errno
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -92,6 +95,27 @@ def failing_on_rank_one(fails: bool) -> object:
 def test_an_error_of_one_rank_is_raised_on_all(ranks):
     assert ranks(2, failing_on_rank_one, False) == [[10, 11]] * 2
     assert ranks(2, failing_on_rank_one, True) == [f"rank 1 ({agreement.socket.gethostname()}): a file has changed"] * 2
+
+
+def unforeseen_on_rank_one() -> str:
+    def action() -> None:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ESTALE, "Stale file handle", "a.tokens")
+
+    try:
+        agreement.on_all_ranks(action, dist.new_group(timeout=timedelta(seconds=10)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_that_is_not_foreseen_leaves_no_rank_waiting(ranks):
+    """As of a network disk that is asked whether the data have changed, or of a user's own source."""
+    said = "[Errno 116] Stale file handle: 'a.tokens'"
+    assert ranks(2, unforeseen_on_rank_one) == [
+        f"UserError: rank 1 ({agreement.socket.gethostname()}): {said}",
+        f"OSError: {said}",
+    ]
 
 
 def test_every_file_of_the_code_counts():

@@ -17,6 +17,13 @@ def test_all_steps_after_the_checkpoint_are_new():
     assert progress.first_step == 100
 
 
+def test_the_step_before_a_checkpoint_that_is_returned_to_was_finite():
+    progress = Progress(load("parity.toml", ("--fault.spikes.action", "rewind")).config, RunState(step=150))
+    progress.last_was_finite = False
+    progress.go_back(RunState(step=100), 9.0, [0, 1])
+    assert progress.last_was_finite
+
+
 def test_an_interrupted_validation_leaves_no_loss_of_other_weights(monkeypatch):
     results: list[Any] = [SimpleNamespace(validation_loss=2.0), None]
     monkeypatch.setattr(validation, "validate", lambda *_: results.pop(0))

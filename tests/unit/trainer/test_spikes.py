@@ -5,11 +5,12 @@ import statistics
 
 import pytest
 
+from configs.errors import UserError
 from configs.load import load
 from configs.run_change import run_key_diff
 from configs.schema import Spikes
 from tests.end_to_end.launch import TINY
-from trainer.guards.spikes import loss_limit, remembered
+from trainer.guards.spikes import MAX_REWINDS, loss_limit, remembered, rewind_target
 
 
 def test_the_limit_is_mean_and_deviations_of_the_last_losses():
@@ -37,3 +38,13 @@ def test_its_keys_decide_what_is_learned_the_others_of_the_table_do_not():
     assert run_key_diff(old, new.model_dump(mode="json")) == ['fault.spikes.action: "none" -> "skip"']
     del old["fault"]  # a checkpoint from before the table
     assert run_key_diff(old, load(str(TINY), (), 1).config.model_dump(mode="json")) == []
+
+
+def test_where_a_run_would_not_return_it_has_not_returned_too_often():
+    """The data and keys of the checkpoint are those of an earlier stage, which ends later than it."""
+    config = Spikes(action="rewind", rewind_interval=40)
+    incidents = [{"what": "rewind", "to_step": 40}] * MAX_REWINDS
+    assert rewind_target(config, 45, incidents, 9.0, earliest=41) is None
+    with pytest.raises(UserError, match=f"has returned to step 40 {MAX_REWINDS} times already"):
+        rewind_target(config, 45, incidents, 9.0, earliest=40)
+    assert rewind_target(config, 45, incidents[1:], 9.0, earliest=40) == 40

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from configs.errors import OutageError
 from configs.secret import signed
 from trainer.guards.hang import late
 from trainer.guards.peers import Beat, Peers
@@ -153,6 +154,36 @@ def test_an_error_of_its_own_is_no_others_fault(world, tmp_path):
     with pytest.raises(ZeroDivisionError):
         watchdog.on_first_rank("dividing", lambda: print(1 // 0))
     watchdog.close()
+    watchdog.close()
+
+
+class _NoStore:
+    """A store whose server is gone."""
+
+    def __getattr__(self, name):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_go_on_from_what_nobody_needs_when_torchrun_and_its_store_are_gone(world, tmp_path, monkeypatch, rank):
+    """As from commands after the last save: everything is saved, so the run has not failed."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    watchdog = Watchdog(tmp_path, 2.0, print)
+    watchdog.rank = rank
+    watchdog.peers._store = _NoStore()
+    done: list[int] = []
+    watchdog.on_first_rank("commands after the save", lambda: done.append(rank), is_needed=False)
+    assert done == [0] * (rank == 0)
+    watchdog.close()
+
+
+def test_without_a_store_that_was_part_of_rank_0_the_others_do_not_take_its_work_for_done(world, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    watchdog = Watchdog(tmp_path, 0.5, print)
+    watchdog.rank = 1
+    watchdog.peers._store = _NoStore()
+    with pytest.raises(OutageError, match="rank 0, for which all others wait"):
+        watchdog.on_first_rank("commands after the save", print, is_needed=False)
     watchdog.close()
 
 
