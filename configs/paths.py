@@ -71,10 +71,10 @@ def _data(config: Config) -> Iterator[Missing]:
     prepare = config.data.prepare
     to_be_made = None
     if prepare and not _has_any(Path(prepare.output), "*"):
-        to_be_made = Path(prepare.output)
+        to_be_made = Path(whole(prepare.output))
         yield from _texts("data.prepare.input", prepare.input)
     for key, source in used_sources(config):
-        if source.path and to_be_made not in Path(source.path).parents:
+        if source.path and to_be_made not in Path(whole(source.path)).parents:
             yield from _looked_at(f"{key}.path", source.path, _source(f"{key}.path", source, source.path))
 
 

@@ -6,7 +6,6 @@ its status for two minutes, is listed as silent.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,15 +16,16 @@ if not __package__:  # run as a file
 
 from configs.errors import UserError
 from configs.files import whole
-from configs.untrusted import printable
+from configs.untrusted import parse_json, printable
 from scripts.command import end, parser_of, place_argument, run_command
-from scripts.page.recorded import SILENT_SECONDS
+from scripts.page.recorded import SILENT_SECONDS, is_number
 from trainer.lifecycle import read_status
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME
 from trainer.report.units import duration
 
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES = 2 << 20
+"""Has a whole record, which may have up to 1 MiB, even before one that is being written."""
 UNREADABLE = "unreadable"
 """State of a folder that this user may not read; it may be a run."""
 
@@ -84,20 +84,22 @@ def _name(folder: Path) -> str:
 
 
 def _number(value: Any, form: str) -> str:
-    return format(value, form) if isinstance(value, (int, float)) else "-"
+    return format(value, form) if is_number(value) else "-"
 
 
 def _last_record(path: Path) -> dict[str, Any]:
     """The last complete line of a step in a run's metrics; empty if there is none."""
     try:
+        if not path.is_file():  # reading a pipe might never end
+            return {}
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
+            lines = file.read(_TAIL_BYTES).splitlines()
     except OSError:
         return {}
     for line in reversed(lines):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and "loss" in record:

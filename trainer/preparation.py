@@ -25,7 +25,7 @@ from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Keys, documents
 from trainer.data.text.listing import examine, list_files
 from trainer.data.text.prepare import Call, prepare, settings_of
-from trainer.data.text.prepared_folder import described
+from trainer.data.text.prepared_folder import RECORD, described
 from trainer.data.text.workers import Progress
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
@@ -166,7 +166,7 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
         settings = settings_of(wanted.input, output, local_file(tokenizer), **choices)
         return Call(settings, output, local_file(tokenizer), os.cpu_count() or 1, wanted.max_bad_files, progress)
 
-    if output.exists():  # only checks that the files were made from the same text with the same settings
+    if (output / RECORD).is_file():  # only checks that it was made from the same text with the same settings
         prepare(call(), console.line, **_if_changed(config, output, console))
         return
     with console.progress("Tokenizing", in_bytes=True) as report:

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from scripts.page.recorded import Recorded, is_number, is_step, plain, was_not_finite
-from trainer.report.units import duration, fixed, percent
+from trainer.report.units import brief, fixed, percent
 
 _WINDOW = 32
 """Logged losses that a later loss is compared with; with fewer, it is not judged."""
@@ -96,7 +96,7 @@ def _stall(run: Recorded) -> Iterator[Flag]:
     slow = [i for i, each in enumerate(seconds) if each > _STALL * usual]
     if slow and usual > 0:
         longest = max(slow, key=seconds.__getitem__)
-        text = f"took {duration(seconds[longest])}, the median is {duration(usual)}"
+        text = f"took {brief(seconds[longest])}, the median is {brief(usual)}"
         yield Flag("stall", steps[longest], text + _more([steps[i] for i in slow]))
 
 

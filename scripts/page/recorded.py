@@ -247,7 +247,14 @@ def run_folders(path: Path) -> list[Path]:
     if not found:
         has_none = f"it has no {METRICS_NAME} and no status.json, nor has a folder in it"
         raise UserError(f"{whole(path)} is not a run folder: {has_none}")
-    return sorted(found, key=lambda each: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", str(each))])
+    links_first = sorted(found, key=Path.is_symlink, reverse=True)
+    once = {each.resolve(): each for each in links_first}  # a link to a run beside it is no further run
+    return sorted(once.values(), key=_by_number)
+
+
+def _by_number(path: Path) -> list[str | int]:
+    """The key of an order in which run-9 comes before run-10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _is_run(folder: Path) -> bool:

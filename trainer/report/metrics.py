@@ -13,9 +13,11 @@ Throughput is that of training alone. `TimeLedger` assigns every second of the p
 tokens per second counts training and waiting for data, but never compilation, validation or checkpoints.
 """
 
+import errno
 import json
 import math
 import resource
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -399,7 +401,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their line ends; a very long one, which is not a record, comes in parts."""
+    """The lines of a file with their line ends; a very long one, which is not a record, comes in parts.
+
+    Raises:
+        OSError: it can't be read, or is a pipe or a device, whose reading might never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from iter(partial(file.readline, _MAX_RECORD_CHARACTERS), "")
 

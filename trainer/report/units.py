@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
 
 def brief(seconds: float) -> str:
     """Format seconds as `duration` does, below one in milliseconds, so that parts of a step can be compared."""
-    return duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return duration(seconds) if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"  # above, that would be "1e+03 ms"
 
 
 def count(number: float) -> str:

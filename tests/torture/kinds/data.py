@@ -86,7 +86,7 @@ def _inputs(folder: Path) -> Path:
 
 
 def _read_inputs(path: Path) -> str:
-    changed, gone = changes(read_list(path.parent), ["text"])
+    changed, gone = changes(read_list(path.parent), ["text"], path.parent)
     return "\n".join([*changed, *gone])
 
 

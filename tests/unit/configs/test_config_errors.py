@@ -296,6 +296,18 @@ def test_inputs_that_cannot_be_looked_at_are_named(words, key):
     assert problem.partition(": ")[2] == f'{key} is "{TOO_LONG}", which can\'t be looked at: File name too long'
 
 
+@pytest.mark.parametrize("output", ["made", "{}/made", "./x/../made"])
+@pytest.mark.parametrize("path", ["made/train", "{}/made/train", "x/../made/train"])
+def test_what_the_job_makes_itself_is_not_missing_however_it_is_named(output, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").touch()
+    tiny = Path(__file__).parents[2] / "end_to_end" / "tiny.toml"
+    prepare = f'{{input = ["text"], output = "{output.format(tmp_path)}"}}'
+    words = ["--tokenizer.path", "text", "--data.prepare", prepare]
+    words += ["--data.sources.0.kind", "tokens", "--data.sources.0.path", path.format(tmp_path)]
+    assert missing_paths(load(str(tiny), words)) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -378,6 +378,40 @@ def test_the_budget_of_bad_files(corpus, tmp_path):
         run(corpus, tmp_path / "out", **options, max_bad_files=1)
 
 
+def test_a_file_that_may_not_be_read_is_one_of_them(corpus, tmp_path, monkeypatch):
+    copy = copy_of(corpus, tmp_path)
+    for module_or_class in (os, Path):
+        _refuse_to_open(copy / "text" / "01.py", module_or_class, monkeypatch)
+    refused = [f"{copy}/text/01.py: Permission denied"]
+    for _ in range(2):  # the second compares
+        assert run(copy, tmp_path / "out", max_bad_files=1)["bad_files"] == refused
+
+
+def _refuse_to_open(path, module_or_class, monkeypatch):
+    """Fail to open a file, as if its permissions did not allow it, which does not stop root."""
+    real = module_or_class.open
+
+    def call(opened, *arguments, **options):
+        if opened == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(opened, *arguments, **options)
+
+    monkeypatch.setattr(module_or_class, "open", call)
+
+
+def test_a_pattern_that_matches_the_output_is_no_change(corpus, tmp_path, monkeypatch):
+    copy = copy_of(corpus, tmp_path)
+    record = run(copy, copy / "text" / "out", inputs=("text/*",))
+    assert run(copy, copy / "text" / "out", inputs=("text/*",)) == record
+    monkeypatch.chdir(copy)
+    arguments = ["text/*"], Path("text/more"), copy / "t.model"
+    shutil.rmtree(copy / "text" / "out")
+    assert prepare(*arguments) == prepare(*arguments)
+    (copy / "text" / "more.py").write_text("new")
+    with pytest.raises(UserError, match=r"added: text/more\.py\n"):
+        prepare(*arguments)
+
+
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [(("empty",), "no text"), (("text/05.py",), "no text"), (("text/01.py",), "leaves none"), (("gone",), "no such")],

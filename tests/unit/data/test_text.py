@@ -21,6 +21,7 @@ from configs.errors import UserError
 from trainer.data.text import documents as module
 from trainer.data.text.bad_files import BINARY, HIDDEN, LINKED, BadFiles
 from trainer.data.text.documents import Keys, documents, pieces, read
+from trainer.data.text.inputs import files_of
 from trainer.data.text.listing import examine, list_files
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,6 +102,21 @@ def test_a_bad_json_line_is_named_and_the_others_are_kept(tmp_path, monkeypatch,
     found, messages = read_all(path, limit=1)
     assert found == ["one", "four"]
     assert len(messages) == 1
+
+
+def test_a_row_that_is_not_utf_8_takes_no_other_row_with_it(tmp_path):
+    """A decoder fails for a block of rows at once, of which those before the row are good, too."""
+    for n_before in (0, 3, 9000):
+        rows = [b"text,b", *(b"%d,x" % i for i in range(n_before)), b"caf\xe9,x", b"behind,caf\xe9"]
+        (tmp_path / "x.csv").write_bytes(b"\r\n".join(rows))
+        bad = [f"{tmp_path}/x.csv:{n_before + 2}: not UTF-8"]
+        assert read_all(tmp_path / "x.csv", limit=1) == ([*map(str, range(n_before)), "behind"], bad)
+
+
+def test_a_byte_order_mark_before_an_empty_line_is_no_record(tmp_path):
+    for content, found in (('\r\n{"text": "a"}', ["a"]), ("", [])):
+        (tmp_path / "x.jsonl").write_bytes(codecs.BOM_UTF8 + content.encode())
+        assert read_all(tmp_path / "x.jsonl") == (found, [])
 
 
 def test_the_text_key(tmp_path):
@@ -291,7 +307,7 @@ def test_a_json_file_without_records_is_a_text(tmp_path, content, found):
         ("x.csv", b"id,text\n1\n", r"x\.csv:2: 'text' is null"),
         ("x.csv", b'id,text\n1,"a\n', r"x\.csv:2: unexpected end of data; this row and all behind it are not read"),
         ("x.csv", b'text\na\n"b" c\nd\n', r"x\.csv:3: ',' expected after '\"'; this row and all behind it"),
-        ("x.csv", b"text\n" + b"a\n" * 9000 + b"\xff\n", r"x\.csv:9002: not UTF-8; this row"),
+        ("x.csv", b"text\n" + b"a\n" * 9000 + b"\xff\n", r"x\.csv:9002: not UTF-8"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n'), r"x\.jsonl\.gz:2: no JSON"),
         ("x.jsonl.gz", gzip.compress(as_json_lines(map(str, range(9999))))[:-99], r"x\.jsonl\.gz: Truncated"),
         ("x.txt.zst", b"nothing", r"x\.txt\.zst: "),
@@ -365,6 +381,21 @@ def test_a_pattern_gives_each_file_once(tmp_path):
     assert sorted(read_all(tmp_path / "**")[0]) == ["a/b/y.txt", "a/x.txt"]
     (tmp_path / "a" / "b" / "up").symlink_to("..")
     assert sorted(read_all(tmp_path / "**" / "*.txt")[0]) == ["a/b/y.txt", "a/x.txt"]
+
+
+def test_a_saved_dataset_is_read_once(tmp_path):
+    """Neither by a link beside it nor by a pattern that matches its files, too."""
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "b").symlink_to("a")
+    for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):
+        (tmp_path / "in" / "a" / name).write_text("{}")
+    bad = BadFiles()
+    assert files_of(str(tmp_path / "in"), bad) == [tmp_path / "in" / "a"]
+    assert bad.skipped == {LINKED: [f"{tmp_path}/in/b"]}
+    for pattern in ("**", "*/**", "*"):
+        assert files_of(str(tmp_path / "in" / pattern), BadFiles()) == [tmp_path / "in" / "a"], pattern
+    arrow = tmp_path / "in" / "a" / "data-00000-of-00001.arrow"
+    assert files_of(str(tmp_path / "in" / "*" / "*.arrow"), BadFiles()) == [arrow]
 
 
 def test_links_are_followed_once(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -106,7 +107,9 @@ def test_a_stall(tmp_path):
     seconds = [0.1] * 60
     seconds[30], seconds[40] = 50.0, 0.2
     found = flagged(write_run(tmp_path / "run", noise(60), step_seconds=seconds))
-    assert found == {"stall": "step 31: took 50 s, the median is 0.1 s"}
+    assert found == {"stall": "step 31: took 50 s, the median is 100 ms"}
+    found = flagged(write_run(tmp_path / "small", noise(60), step_seconds=[each / 10 for each in seconds]))
+    assert found == {"stall": "step 31: took 5.0 s, the median is 10 ms"}
 
 
 def test_a_rank_that_lags(tmp_path):
@@ -171,6 +174,24 @@ def test_the_runs_of_a_folder(tmp_path):
     warned = []
     assert [run.name for run in read_runs(run_folders(tmp_path), warned.append)] == ["b9", "a"]
     assert "config.toml is not a job file" in warned[0]
+
+
+def test_a_link_to_a_run_beside_it_is_no_further_run(tmp_path):
+    write_run(tmp_path / "runs" / "b", [1.0])
+    write_run(tmp_path / "elsewhere", [1.0])
+    (tmp_path / "runs" / "a latest").symlink_to("b")
+    (tmp_path / "runs" / "c").symlink_to("../elsewhere")
+    found = run_folders(tmp_path / "runs")
+    assert found == [tmp_path / "runs" / "b", tmp_path / "runs" / "c"]
+    assert len(read_runs(found)) == 2
+
+
+def test_metrics_that_are_a_pipe_are_not_waited_for(tmp_path):
+    run = write_run(tmp_path / "run", [1.0])
+    (run.folder / "metrics.jsonl").unlink()
+    os.mkfifo(run.folder / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl can't be read: not a regular file"):
+        read_run(run.folder, "run")
 
 
 def test_lines_that_are_none_are_counted_and_a_steps_last_line_counts(tmp_path):

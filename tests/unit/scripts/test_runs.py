@@ -1,6 +1,7 @@
 """`keel runs`: what it lists."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -65,3 +66,22 @@ def test_a_run_that_may_not_be_read_is_a_row(folder, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert f"{folder}/a  unreadable: Permission denied" in lines
     assert any(line.startswith(f"{folder}/b  done") for line in lines)
+
+
+def test_the_last_record_is_found_whatever_its_length_and_what_is_behind_it(folder, capsys):
+    """That of a mixture names the tokens of each expert of each layer: 100 KB at 58 layers of 256 experts."""
+    path = folder / "a" / "metrics.jsonl"
+    record = {"step": 4, "loss": 1.25, "tokens_per_second": 10**400}
+    record["tokens_per_expert"] = {str(layer): [12345] * 256 for layer in range(58)}
+    behind = ['{"step": 4, "evaluation": {}}', "[" * 9000, '{"step": 6, "lo']
+    path.write_text(path.read_text() + "\n".join([json.dumps(record), *behind]))
+    assert keel_runs(folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:5] for line in lines if line.startswith(f"{folder}/a ")] == [["done", "3", "1.2500", "-"]]
+
+
+def test_metrics_that_are_a_pipe_are_not_waited_for(folder, capsys):
+    (folder / "a" / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "a" / "metrics.jsonl")
+    assert keel_runs(folder) == 0
+    assert "-" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from trainer.report import bars, step_table
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
-from trainer.report.units import count, duration, size
+from trainer.report.units import brief, count, duration, size
 
 ROOT = Path(__file__).parents[3]
 
@@ -587,6 +587,8 @@ def test_what_to_try_next_does_not_repeat_how_this_launch_began(monkeypatch):
 @pytest.mark.parametrize(
     ("written", "text"),
     [
+        (brief(0.9996), "1.0 s"),
+        (brief(0.9994), "999 ms"),
         (count(999.6e6), "1.00 B"),
         (count(999.4e6), "999 M"),
         (count(9.996e6), "10.0 M"),

@@ -1,17 +1,37 @@
 """What a launch says of the text that it reads."""
 
 import io
+import signal
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from configs.errors import UserError
-from configs.schema import Source
+from configs.schema import Prepare, Source
 from trainer.data.text.bad_files import BINARY
+from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import StopRequest
-from trainer.preparation import _look_at_text
+from trainer.preparation import PreparationStopped, _look_at_text, _write_token_files
 from trainer.report.console import Console
+
+
+def test_an_empty_output_is_prepared_like_one_that_is_not_there(tmp_path):
+    """With words on what was done, and an end at a signal."""
+    (tmp_path / "text.txt").write_text("some text\n" * 99)
+    train_sentencepiece(iter(["some text\n" * 99]), tmp_path / "t.model", 268)
+    output = tmp_path / "out"
+    output.mkdir()
+    wanted = Prepare.model_validate({"input": [str(tmp_path / "text.txt")], "output": str(output)})
+    parts = {"job": SimpleNamespace(folder=tmp_path / "run"), "training": SimpleNamespace(seq_len=8)}
+    config = cast(Any, SimpleNamespace(**parts, checkpoint=SimpleNamespace(load="latest", go_back=False)))
+    out = io.StringIO()
+    stop = StopRequest()
+    stop.signal_number = signal.SIGTERM
+    with pytest.raises(PreparationStopped):
+        _write_token_files(config, wanted, str(tmp_path / "t.model"), Console(out=out), stop)
+    _write_token_files(config, wanted, str(tmp_path / "t.model"), Console(out=out), StopRequest())
+    assert f"{output}/train: 1 documents" in out.getvalue()
 
 
 def test_sources_of_text_say_what_is_not_read(tmp_path):

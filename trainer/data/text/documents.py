@@ -326,13 +326,14 @@ def _read_jsonl(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
         while at < stop and (line := file.readline(MAX_LINE_BYTES + 1)):
             begin = at
             at += len(line)
-            if not line.strip():
+            content = line if begin else _without_mark(line)
+            if not content.strip():
                 continue
             if len(line) > MAX_LINE_BYTES:
                 at += 0 if line.endswith(b"\n") else _pass_line(file, stop - at)
                 yield begin, ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
             else:
-                yield begin, _parse(line if begin else _without_mark(line))
+                yield begin, _parse(content)
 
 
 def _pass_line(file: IO[bytes], most: int) -> int:
@@ -368,28 +369,26 @@ def _read_csv(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     """The rows, each with the number of its last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if _suffix(piece.path) == ".tsv" else ","
-    with io.TextIOWrapper(_open(piece.path), "utf-8-sig", newline="") as file:
+    # A byte that is not UTF-8 becomes half of a character: an error of the decoder would lose all rows of its block.
+    with io.TextIOWrapper(_open(piece.path), "utf-8-sig", "surrogateescape", newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter, strict=True)
         _require_columns(rows.fieldnames or [], keys)
         try:
             for row in rows:
-                is_whole = None not in row
-                yield rows.line_num, row if is_whole else ValueError("more fields than the first line has names")
+                yield rows.line_num, _fault_of_row(row, keys) or row
         except csv.Error as error:  # where the next row begins cannot be told
             yield rows.reader.line_num, ValueError(f"{error}; this row and all behind it are not read")
-        except UnicodeDecodeError:  # its position is one in a block of the file
-            yield _line_not_utf8(piece.path), ValueError("not UTF-8; this row and those behind it are not read")
 
 
-def _line_not_utf8(path: str) -> int:
-    """The number, from 1, of the first line that is not UTF-8."""
-    with _open(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+def _fault_of_row(row: dict[Any, Any], keys: Keys) -> ValueError | None:
+    """What is wrong with a row of a .csv file; None if nothing is."""
+    if None in row:
+        return ValueError("more fields than the first line has names")
+    try:
+        "".join(row[key] or "" for key in keys.options).encode()
+    except UnicodeEncodeError:
+        return ValueError("not UTF-8")
+    return None
 
 
 def _read_parquet(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:

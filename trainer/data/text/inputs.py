@@ -49,8 +49,9 @@ def _each_once(files: Iterable[Path]) -> list[Path]:
     """The files without those found again: "**" matches a folder and what is in it, and follows links in circles."""
     found: dict[tuple[str, str], Path] = {}
     for file in files:
-        found.setdefault((os.path.realpath(file.parent), file.name), file)
-    return list(found.values())
+        place, name = (file, "") if file.is_dir() else (file.parent, file.name)
+        found.setdefault((os.path.realpath(place), name), file)
+    return [file for (place, name), file in found.items() if not name or (place, "") not in found]
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -106,13 +107,14 @@ def _walk(folder: Path, bad: BadFiles, left_out: Set[str]) -> Iterator[Path]:
                 bad.skip(HIDDEN, str(path))
             elif _identity(path) in seen:
                 bad.skip(LINKED, str(path))
-            elif is_saved_dataset(path):
-                yield path
-            elif (path / "dataset_dict.json").is_file():
-                yield _only_split(path)
             else:
                 seen.add(_identity(path))
-                kept.append(name)
+                if is_saved_dataset(path):
+                    yield path
+                elif (path / "dataset_dict.json").is_file():
+                    yield _only_split(path)
+                else:
+                    kept.append(name)
         folders[:] = kept
         for name in files:
             if name.startswith("."):

@@ -176,19 +176,21 @@ def read_list(folder: Path) -> list[InputFile]:
         raise UserError(f"{path}: cannot be read ({what}); delete its folder to have it made again") from None
 
 
-def changes(before: Sequence[InputFile], inputs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Compare the inputs with a list of them.
+def changes(before: Sequence[InputFile], inputs: Sequence[str], output: Path) -> tuple[list[str], list[str]]:
+    """Compare the inputs with a list of them; a pattern may match OUTPUT, which is none.
 
     Returns:
         A line for each kind of change, and the inputs that no longer exist, which cannot be compared.
     """
     now: dict[str, Path] = {}
     gone = []
+    own = os.path.join(os.path.abspath(output), "")
     for name in inputs:
         try:
             now |= {str(file): file for _, path in list_files([name], BadFiles()) for file in plain_files(path)}
         except UserError:
             gone.append(name)
+    now = {path: file for path, file in now.items() if not os.path.abspath(path).startswith(own)}
     known = {file.path: file for file in before if file.input not in gone}
     return lines_of_changes(known.keys(), now.keys(), lambda path: not _is_same(known[path])), gone
 

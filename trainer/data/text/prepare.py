@@ -266,7 +266,8 @@ def _write(call: Call, working: Path, files: list[InputFile], shards: list[Shard
             bad.extend(report["bad_files"])
             keep(shard, report)
             reports[shard.index] = report
-    if changed := [file.path for file in files if not file.is_untouched()]:
+    # What can't be read has no hash: it is among what may be skipped.
+    if changed := [file.path for file in files if file.hash and not file.is_untouched()]:
         raise UserError(f"{', '.join(changed[:5])}: changed while being read; run the same command again")
     read_from = [pin(name) for name in settings.inputs]
     seal(working, settings, [reports[shard.index] for shard in shards], files, read_from, bad)

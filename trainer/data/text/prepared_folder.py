@@ -131,7 +131,7 @@ def check_inputs(
     Raises:
         UserError: text was added, removed or changed since.
     """
-    changed, gone = changes(read_list(output), settings.inputs)
+    changed, gone = changes(read_list(output), settings.inputs, output)
     if changed and if_changed is None:
         raise UserError("\n".join([f"{output}: was made from other files:", *changed, ADVICE]))
     if changed and if_changed:
