@@ -57,7 +57,10 @@ NAMES = {
     "parallelisms/attention/context.py": {COLLECTIVES, OWN_ATTENTION},
     "parallelisms/attention/halo.py": {COLLECTIVES},
     "parallelisms/attention/logits.py": {COLLECTIVES},
-    "parallelisms/compile.py": {"torch._dynamo.exc.TorchDynamoException", "torch._inductor.list_mode_options"},
+    "parallelisms/compile.py": {
+        *("torch._dynamo.exc.BackendCompilerFailed", "torch._dynamo.exc.TorchDynamoException"),
+        *("torch._inductor.exc.CppCompileError", "torch._inductor.list_mode_options"),
+    },
     "parallelisms/compute_copies.py": {"torch._foreach_copy_"},
     "parallelisms/expert.py": {
         COLLECTIVES,
