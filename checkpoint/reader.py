@@ -35,6 +35,8 @@ from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_each_rank, on_rank_zero
 
 TrainerState = dict[str, Any]
+_OF_TENSORS = ("model.", "optimizer.name:", "optimizer.options", "optimizer.groups", "training.dtype:")
+"""Beginnings of the changes after which a run may hold other tensors."""
 OPTIMIZER = "optimizer."
 AVERAGE = "average."
 UPDATES = "average_updates"
@@ -307,11 +309,18 @@ class Reader:
     def _require_none(self, found: Found, differences: Sequence[str]) -> None:
         """Raise ConfigError if a checkpoint's tensors differ from the run's."""
         if differences:
+            changes = [each for change in found.changes for each in change.changes if each.startswith(_OF_TENSORS)]
+            keys = [change.partition(":")[0] for change in changes]
+            is_other_model = not keys or any(key.startswith(MODEL) for key in keys)
+            what = "model" if is_other_model else " and ".join(keys)
             remedy = "Change [model] and [optimizer] back, or choose another checkpoint.load or job.output_dir"
             if self.initial:
                 remedy = "Set [model] to that of these weights, or choose another checkpoint.init_from"
+            elif changes:
+                back = f"Change {'it' if len(changes) == 1 else 'them'} back"
+                remedy = f"{back}, or choose another checkpoint.load or job.output_dir:\n  {listed(changes)}"
             raise ConfigError(
-                f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:\n"
+                f"checkpoint {found.folder} is of another {what}; {len(differences)} tensors differ:\n"
                 f"  {listed(differences)}\n{remedy}"
             )
 

@@ -11,7 +11,7 @@ caches and memory. Elementwise kernels are measured on activations of the job's 
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -75,7 +75,6 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
     if attention := _attention(config, layers):
         found["attention"] = attention
     delta = _delta(config, layers)
-    found["delta"] = dict(known.delta) | delta
     if torch.cuda.device_count() > 1:
         found["inside"] = _link()
     peak = peak_flops(name, config.training.model_copy(update={"compute_dtype": "bfloat16"}))
@@ -86,11 +85,23 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
         names=[name],
         memory_gib=round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
         peak=dict(known.peak) | {"bfloat16": peak or found.get("products", known.products)},
+        delta=dict(known.delta) | delta,
         **found,
     )
+    return device, _taken(known, found, delta)
+
+
+def _taken(known: Device, found: Collection[str], delta: Collection[str]) -> list[str]:
+    """The rates of a known row that stand for what was not measured.
+
+    Args:
+        known: the row.
+        found: names of the rates that were measured.
+        delta: backends of which the recurrence was.
+    """
     measurable = ("products", "products_float8", "grouped", "attention", "inside", "between", "collective_share")
     taken = [each for each in measurable if each not in found]
-    return device, [*taken, *(f"delta by {backend}" for backend in known.delta if backend not in delta)]
+    return [*taken, *(f"delta by {backend}" for backend in known.delta if backend not in delta)]
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -126,12 +137,11 @@ def _calibrate_cpu(config: Config, ranks: int) -> tuple[Device, list[str]]:
         measured = pool.run(here, _measure_cpu, config, ranks, threads)
     finally:
         pool.close()
-    slowest = min(measured, key=lambda each: each.products)
-    return slowest, ["between", *(["inside"] if here == 1 else [])]
+    return min(measured, key=lambda each: each[0].products)
 
 
-def _measure_cpu(config: Config, ranks: int, threads: int) -> Device:
-    """The rates of one rank, while others measure theirs."""
+def _measure_cpu(config: Config, ranks: int, threads: int) -> tuple[Device, list[str]]:
+    """The rates of one rank, while others measure theirs; returns what `calibrate` does."""
     torch.set_num_threads(threads)
     dtype = config.training.compute_dtype
     known = replace(device_named("cpu"), compute_dtype=dtype)
@@ -140,18 +150,20 @@ def _measure_cpu(config: Config, ranks: int, threads: int) -> Device:
     if config.model.n_heads:
         row = _attention_row(config, layers)
         found["attention"] = {kernel: [row] for kernel in _KERNELS}
-    found["delta"] = dict(known.delta) | _delta(config, layers)
+    delta = _delta(config, layers)
     if dist.get_world_size() > 1:
         found["inside"] = _link_of_cpus()
     products = found.get("products", known.products)
-    return replace(
+    device = replace(
         known,
         name="calibrated",
         title=f"CPU, threads a rank: {threads} (calibrated)",
         peak={dtype: products, "float8": 0.0, "memory": found["memory"]},
         host=_host_copy(),
+        delta=dict(known.delta) | delta,
         **found,
     )
+    return device, _taken(known, found, delta)
 
 
 def _elementwise(layers: LayerTime) -> float:

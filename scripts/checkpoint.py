@@ -172,8 +172,13 @@ def _prune(options: argparse.Namespace, root: Path, storage: FolderStorage, cons
     doomed = to_be_pruned(root, settings)
     if options.abandoned:
         doomed += storage.abandoned(root)
+    steps = steps_in(root)
+    if doomed and not steps:
+        raise UserError(
+            f"{root} has checkpoints only in abandoned lines, of which nothing would be left; remove those by hand"
+        )
     if doomed and not options.dry_run:
-        newest = step_folder(root, (steps_in(root) or [0])[-1])
+        newest = step_folder(root, steps[-1])
         files = read_manifest(newest).files.items()
         if damages := [damage for name, entry in files if (damage := storage.damage(newest, name, entry))]:
             raise damaged(newest, "; ".join(damages))

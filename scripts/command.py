@@ -197,10 +197,12 @@ def folder_for(output: str, manifest: str, console: Console, put: Put | None = N
         yield Path(output)
         return
     folder = room_for(output)
-    yield folder
-    with console.progress(f"Putting {output}", in_bytes=True) as report:
-        put_folder(folder, output, manifest, report, put)
-    shutil.rmtree(folder)
+    try:
+        yield folder
+        with console.progress(f"Putting {output}", in_bytes=True) as report:
+            put_folder(folder, output, manifest, report, put)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoint_in(source: Path, console: Console) -> Path:
@@ -299,12 +301,14 @@ def list_of(kind: Callable[[str], Any], what: str, at_least: int = 2) -> Callabl
     return parse
 
 
-def run_command(work: Callable[[Console], int | None], if_stopped: str, out: TextIO | None = None) -> int:
+def run_command(
+    work: Callable[[Console], int | None], if_stopped: str | Callable[[], str], out: TextIO | None = None
+) -> int:
     """Run a script's work with a console; returns the exit code.
 
     Args:
         work: may return an exit code (None: 0); raises KeelError for what the user can fix.
-        if_stopped: message after Ctrl-C.
+        if_stopped: message after Ctrl-C, or what gives it then.
         out: where the console prints (default: standard output).
     """
     with Console(out=out) as console:
@@ -319,5 +323,5 @@ def run_command(work: Callable[[Console], int | None], if_stopped: str, out: Tex
             console.error(str(error))
             return error.exit_code
         except KeyboardInterrupt:
-            console.error(if_stopped)
+            console.error(if_stopped if isinstance(if_stopped, str) else if_stopped())
             return EXIT_INTERRUPTED

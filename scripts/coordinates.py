@@ -178,22 +178,30 @@ def _sweep(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
         for name, by_dim in losses.items()
     ]
     figures = {
-        "losses": losses,
-        "best": {n: {d: _optimum(f) for d, f in by_dim.items()} for n, by_dim in losses.items()},
+        "losses": {n: {d: _without_nan(f) for d, f in by_dim.items()} for n, by_dim in losses.items()},
+        "best": {n: _without_nan({d: _optimum(f) for d, f in by_dim.items()}) for n, by_dim in losses.items()},
     }
     drawn = picture("Final loss by learning rate; a dot is the best", "learning rate", [panels], same_y=True)
     return figures, lines, drawn
 
 
+def _without_nan(numbers: Mapping[float, float]) -> dict[float, float | None]:
+    """The numbers as JSON has them, which knows no NaN."""
+    return {key: number if math.isfinite(number) else None for key, number in numbers.items()}
+
+
 def _best(losses: Mapping[float, float]) -> float:
-    """The learning rate with the least loss."""
-    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+    """The learning rate with the least loss; NaN if no loss is finite."""
+    return min((rate for rate, loss in losses.items() if math.isfinite(loss)), key=losses.__getitem__, default=math.nan)
 
 
 def _optimum(losses: Mapping[float, float]) -> float:
     """The least point of a parabola through the best and its neighbors, by the rate's logarithm; else the best."""
     rates = list(losses)
-    place = rates.index(_best(losses))
+    best = _best(losses)
+    if math.isnan(best):
+        return best
+    place = rates.index(best)
     around = rates[max(0, place - 1) : place + 2]
     ys = [losses[rate] for rate in around]
     if len(around) < 3 or not all(map(math.isfinite, ys)):

@@ -56,8 +56,8 @@ def _export_model(checkpoint: Path, output: Path, options: argparse.Namespace, c
     from checkpoint.export.hf_export import export_hf
 
     tokenizer = _tokenizer(checkpoint, options.tokenizer)
-    if not tokenizer.files:
-        console.warning("exported without a tokenizer: the job sets no tokenizer.path, and --tokenizer names none")
+    if not tokenizer.files and options.tokenizer is None:
+        console.warning("exported without a tokenizer: the job sets no tokenizer.path; --tokenizer FILE names one")
     with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
         export_hf(
             checkpoint,

@@ -143,6 +143,8 @@ def _try(options: argparse.Namespace, keys: Sequence[str]) -> int:
         print("\n".join(lines) or f"no row matches {options.rows!r}")
         return 0 if lines else 1
     rows = _that_can_run(rows, options.dtype)
+    if not (rows or refused):
+        return 1
     failed = _print_table(rows, job, options.dtype, options.exact) if rows else 0
     return max(failed, _print_refusals(job, refused))
 

@@ -23,7 +23,7 @@ from scripts.command import add_text_arguments, end, number_of, parser_of, posit
 from trainer.data.text.finish import finish
 from trainer.data.text.listing import NAME as LIST
 from trainer.data.text.on_ray import make_shares_on_ray
-from trainer.data.text.prepare import Call, Remote, errors_of, prepare, settings_of
+from trainer.data.text.prepare import Call, Remote, errors_of, is_begun, prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, Settings, described
 from trainer.data.text.shares import MAX_SHARES, make_share
 from trainer.data.text.shares_in_bucket import bring_inputs, make_share_remotely, remove_work
@@ -86,7 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in described(record, url or options.output):
             console.line(line)
 
-    return run_command(work, "stopped; the same command resumes from there")
+    def if_stopped() -> str:
+        output = copy_of(url) if url else Path(options.output)
+        # A finished copy is still to be put into the bucket, which may have the work of other hosts, too.
+        resumes = options.remote or is_begun(output) or (url and output.exists())
+        return "stopped; the same command resumes from there" if resumes else "stopped; nothing was written"
+
+    return run_command(work, if_stopped)
 
 
 def _prepare_in_bucket(

@@ -137,10 +137,10 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
     plan = trainer.records.beside_plan.text()
     reason = trainer.runtime.stop.reason or "a signal to another rank"
     console.table(
-        closing_title(state, step, reason),
+        closing_title(config, state, step, reason),
         closing_rows(config, folder, trainer.runtime.ledger.seconds(), trainer.progress.ends, memory, newest, plan),
     )
-    console.commands("What to try next", next_rows(config, state, is_fork(folder / "checkpoints")))
+    console.commands("What to try next", next_rows(config, state, is_fork(folder / "checkpoints"), step))
     said = "" if state == "done" else reason
     write = partial(write_status, folder, state, step, said, checkpoint=str(newest))
     console.outages.insist(folder / "status.json", write)

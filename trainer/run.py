@@ -146,7 +146,9 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             if shared and job.choice and rank == 0:
                 release(shared, job.choice.idle, exit_code(state))
             if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal
-                tell_torchrun(closing_title(state, trainer.run.step, stop.reason or "a signal to another rank"))
+                tell_torchrun(
+                    closing_title(job.config, state, trainer.run.step, stop.reason or "a signal to another rank")
+                )
             dist.destroy_process_group()
             watchdog.close()
             return exit_code(state)

@@ -256,11 +256,15 @@ def _unknown_of_rope(config: Mapping[str, Any], kind: HfClass) -> Iterator[str]:
     """The unknown fields inside the newer and the older form of the rotary frequencies."""
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field) or {}
-        layers = rope.keys() & {"full_attention", "sliding_attention"} if kind.rope_by_layer else set()
+        has_layers = kind.rope_by_layer and isinstance(rope, dict)
+        layers = rope.keys() & {"full_attention", "sliding_attention"} if has_layers else set()
         tables = {f"{field}.{layer}": rope[layer] or {} for layer in layers} or {field: rope}
-        yield from (f"{field}.{name}" for name in rope if layers and name not in layers)
+        yield from (f"{field}.{name}" for name in (rope if layers else ()) if name not in layers)
         for place, table in tables.items():
-            known = _ROPE_FIELDS | {*_SCALINGS.get(_rope_type(table), {})}
+            if not isinstance(table, dict):  # in the form that is not read, anything may stand
+                yield place
+                continue
+            known = _ROPE_FIELDS | {*_SCALINGS.get(str(_rope_type(table)), {})}
             yield from (f"{place}.{name}" for name in table if name not in known)
 
 

@@ -199,14 +199,13 @@ class _Stacks:
         place = self._sources[name]
         if name not in self._metadata.state_dict_metadata:  # a gate that `as_written` adds
             return torch.zeros(place.hf_shape, dtype=self._dtype)
+        if len(place.names) == 1:
+            tensor = read_tensor(self._checkpoint, self._metadata, name).view(place.hf_shape)
+            return tensor * self._factors[name] if name in self._factors else tensor
         if name != self._name:
             self._name = name
             self._stack = torch.empty(0)  # freed before the next one is read
-            tensor = read_tensor(self._checkpoint, self._metadata, name)
-            if len(place.names) == 1:
-                tensor = tensor.view(place.hf_shape)
-                return tensor * self._factors[name] if name in self._factors else tensor
-            self._stack = tensor
+            self._stack = read_tensor(self._checkpoint, self._metadata, name)
         return self._stack[place.names.index(source)].clone()  # safetensors refuses tensors that share memory
 
 

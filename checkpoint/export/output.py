@@ -1,6 +1,8 @@
 """A folder of files for others to read, which exists only once it is complete and on the disk."""
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -23,15 +25,41 @@ def unfinished_folder(output: Path) -> Generator[Path, None, None]:
         raise UserError(f"{output} exists; name another folder, or move it away")
     folder = output.with_name(output.name + UNFINISHED)
     try:
-        if folder.exists():
-            shutil.rmtree(folder)  # left behind by a killed process
-        folder.mkdir(parents=True)
-        yield folder
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(f"{output} could not be written: {error}") from None
-        raise
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, output):
+            try:
+                for left in folder.iterdir():  # by a killed process
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                yield folder
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise UserError(f"{output} could not be written: {error}") from None
+
+
+@contextmanager
+def _locked(folder: Path, output: Path) -> Generator[None, None, None]:
+    """Keep other processes out of an unfinished folder, as far as the file system has locks of folders.
+
+    Raises:
+        UserError: another one is writing it.
+        OSError: it is a link, or can't be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        is_free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        except OSError:  # no locks of folders here
+            pass
+        if not is_free or not os.path.samestat(os.fstat(descriptor), folder.stat()):  # renamed since it was opened
+            raise UserError(f"{output} is being written by another command; wait for it, or name another folder")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def finish(folder: Path, output: Path) -> None:

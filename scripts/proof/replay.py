@@ -90,6 +90,11 @@ def plan(run: Path, step: int, folder: Path, begin: int | None = None) -> Plan:
     stretch = read_stretch(run, begin + 1, step)
     if step not in stretch.steps:
         raise UserError(f"{run / FILE_NAME} has no fingerprint of step {step}")
+    if not begin and 1 not in stretch.steps:  # of a fork, these weights are not what it began with
+        raise UserError(
+            f"{run} has no checkpoint before step {step}, and its fingerprints begin at step {min(stretch.steps)}, so "
+            "what that began with is not known; keep a checkpoint before such a step to replay it"
+        )
     launches = [stretch.launches[number] for number in sorted(stretch.steps)]
     where = f"between step {begin} and step {step}, {run}"
     _check_same_run(launches, folder, where)

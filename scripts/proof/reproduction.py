@@ -112,8 +112,8 @@ def write(file: Path, planned: Plan, begin: int, numbers: Sequence[int] | None) 
     text = found.text()
     if len(text) > MAX_BYTES:
         raise UserError(
-            f"{file} would have {len(text):,} bytes, {len(text) // len(steps):,} for each of {len(steps)} steps; the "
-            f"most is {MAX_BYTES:,}: choose fewer --steps"
+            f"{file} would have {len(text):,} bytes, {len(text) // len(found.steps):,} for each of "
+            f"{len(found.steps)} steps; the most is {MAX_BYTES:,}{': choose fewer --steps' if numbers else ''}"
         )
     try:
         write_atomically(file, [text])

@@ -50,8 +50,7 @@ def first_block_apart(found: Activations, expected: Activations, bound: float) -
         largest = max(map(abs, numbers))
         if len(own) != len(numbers):
             return name
-        apart = (abs(a - b) for a, b in zip(own, numbers, strict=True))
-        if not max(apart) <= bound * largest:
+        if not all(abs(a - b) <= bound * largest for a, b in zip(own, numbers, strict=True)):  # nor is a NaN
             return name
     return ""
 

@@ -32,7 +32,7 @@ class Line:
 
     label: str
     points: Sequence[tuple[float, float]]
-    """x, y; both above 0. A y that is not finite is left out."""
+    """x, y. A y that a logarithmic axis does not have, since it is not finite or not above 0, is left out."""
     marked: float | None = None
     """The x that a dot marks."""
 
@@ -80,7 +80,7 @@ def picture(title: str, x_label: str, rows: Sequence[Sequence[Panel]], same_y: b
 
 def _span(panels: Iterator[Panel], apart: float) -> tuple[float, float]:
     """The least and the largest y, as logarithms; at least a factor `apart`."""
-    values = [math.log10(y) for panel in panels for line in panel.lines for _, y in line.points if math.isfinite(y)]
+    values = [math.log10(y) for panel in panels for line in panel.lines for _, y in line.points if 0 < y < math.inf]
     low = min(values, default=0.0)
     high = max(values, default=0.0)
     more = max(0.0, math.log10(apart) - (high - low)) / 2 + 0.04 * (high - low)
@@ -108,7 +108,7 @@ def _panel(panel: Panel, x_label: str, span: tuple[float, float]) -> Iterator[st
     yield _text((_LEFT + right) / 2, bottom + 27, x_label, 9, "middle")
     for number, line in enumerate(panel.lines):
         color = _color(number, len(panel.lines))
-        points = [(x, place(x, y)) for x, y in line.points if math.isfinite(y)]
+        points = [(x, place(x, y)) for x, y in line.points if 0 < y < math.inf]
         path = " ".join(f"{across:.1f},{up:.1f}" for _, (across, up) in points)
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>'
         for across, up in (at for x, at in points if x == line.marked):

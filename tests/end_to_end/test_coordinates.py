@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +95,14 @@ def test_the_best_rate_is_that_of_a_parabola_unless_it_is_the_first_or_last():
     assert coordinates._optimum(losses) == pytest.approx(wanted, rel=1e-9)
     assert coordinates._optimum({1e-3: 1.0, 2e-3: 2.0, 4e-3: 3.0}) == 1e-3
     assert coordinates._optimum({1e-3: 2.0, 2e-3: 1.0, 4e-3: math.nan}) == 2e-3
+
+
+def test_no_rate_is_the_best_where_no_loss_is_finite(capsys, monkeypatch):
+    monkeypatch.setattr("scripts.widths.measure.final_loss", lambda config, mesh: math.nan)
+    words = ("--dims", "32,64", "--rates", "1e-3,2e-3", "--json", "found.json")
+    code, printed = run(capsys, *JOB, *words)
+    assert code == 0, printed
+    assert re.search(r"dim 32 +nan +nan +nan\n", printed)
+    found = json.loads(Path("found.json").read_text(), parse_constant=pytest.fail)
+    assert found["best"]["with muP"] == {"32": None, "64": None}
+    assert found["losses"]["with muP"]["32"] == {"0.001": None, "0.002": None}

@@ -7,6 +7,7 @@ document, and a hash that token files record, so that a file can't be read with 
 Text is always text here: "<s>" in a source file becomes the pieces of three characters, never the special token.
 """
 
+import errno
 import io
 import json
 import os
@@ -302,6 +303,7 @@ def train_sentencepiece(
         raise UserError(f"{output}: a SentencePiece model would be read as a tokenizer.json; name it .model")
     if vocab_size > MAX_VOCABULARY:  # SentencePiece holds it in 32 bits
         raise UserError(f"{output}: a tokenizer of {vocab_size:,} pieces; Keel trains one of up to {MAX_VOCABULARY:,}")
+    _require_writable(output)
     reader = _Reader(texts, at_end)
     model = io.BytesIO()
     try:
@@ -329,11 +331,31 @@ def train_sentencepiece(
     _write_whole(output, model.getvalue())
 
 
+def _require_writable(output: Path) -> None:
+    """Refuse, before texts are read for minutes, an output that could not be written."""
+    with _named(output):
+        folder = next(parent for parent in output.absolute().parents if parent.exists())
+        refusals = {
+            errno.EISDIR: output.is_dir(),
+            errno.ENOTDIR: not folder.is_dir(),
+            errno.EACCES: not os.access(folder, os.W_OK | os.X_OK),
+        }
+        if refused := [number for number, is_refused in refusals.items() if is_refused]:
+            raise OSError(refused[0], os.strerror(refused[0]))
+
+
 def _write_whole(output: Path, content: bytes) -> None:
-    try:
+    with _named(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output, str(os.getpid())) as file:
             file.write(content)
+
+
+@contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """Name the tokenizer that the disk refuses."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{output}: cannot write the tokenizer ({error.strerror})") from None
 

@@ -103,7 +103,7 @@ class Network:
 
         A ring passes each host with as many network cards as the group has ranks on it. Of `n_bytes`, the whole, each
         rank sends all but its own part, twice in an all-reduce; in an all-to-all, what goes to other hosts
-        leaves by the rank's own card.
+        leaves by the rank's own card. A send, to the next rank, takes what the slowest of the group's takes.
         """
         if ranks == 1:
             return Transfer(0.0, 0.0, 0.0)
@@ -113,13 +113,14 @@ class Network:
         between = self.device.between
         hops = (here - 1) * inside.latency + (hosts - 1) * between.latency
         if op == "send":
-            if stride < self.gpus_per_host:
-                return Transfer(n_bytes / inside.bandwidth, 0.0, between.latency)
+            if hosts == 1:
+                return Transfer(n_bytes / inside.bandwidth, 0.0, inside.latency)
             return Transfer(0.0, n_bytes / between.bandwidth, between.latency)
         if op == "all_to_all":
             by_network = n_bytes * (ranks - here) / ranks / between.bandwidth
             in_host = n_bytes * (here - 1) / ranks / inside.bandwidth
-            return Transfer(in_host, by_network, inside.latency + between.latency)
+            latency = inside.latency * (here > 1) + between.latency * (hosts > 1)
+            return Transfer(in_host, by_network, latency)
         times = 2 if op == "all_reduce" else 1
         sent = times * n_bytes * (ranks - 1) / ranks
         by_network = sent / (here * between.bandwidth) if hosts > 1 else 0.0

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 
@@ -329,6 +330,15 @@ class LayerTime:
         width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
         return [("cp", "all_gather", self.tokens * self.sizes.cp * n_kv_heads(model) * width)]
 
+    def _sums_of_whole(self, layer: int) -> list[tuple[str, str, float]]:
+        """The sums over `tp` of gradients, of matrices that each rank has whole and multiplies some tokens with."""
+        if self.sizes.tp == 1:
+            return []
+        memory = self.memory
+        names = (name for name in memory.model.of_block(layer) if memory.model.tp_dimension(name) is None)
+        shapes = [memory.model.shapes[name] for name in names if name not in memory.frozen]
+        return [("tp", "all_reduce", prod(shape) * memory.compute_bytes) for shape in shapes if len(shape) > 1]
+
     def between(self, layer: int, kind: str) -> list[tuple[str, str, float]]:
         """The collectives that a layer waits for in a pass ("forward", "backward", "repeated"): axis, op, bytes."""
         by_axis = {
@@ -341,7 +351,7 @@ class LayerTime:
             return found + self._noted_keys(layer)
         if kind == "backward":
             other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-            return [(axis, other.get(op, op), n_bytes) for axis, op, n_bytes in found]
+            return [(axis, other.get(op, op), n_bytes) for axis, op, n_bytes in found] + self._sums_of_whole(layer)
         if not self.repeats(layer):
             return []
         kept = self._kept
@@ -358,7 +368,7 @@ class LayerTime:
         for axis, op, n_bytes in self.between(layer, kind):
             ranks, stride = self.axis(axis)
             found[axis] += self.network.seconds(op, n_bytes, ranks, stride)
-            if axis == "tp":
+            if axis == "tp" and op != "all_reduce":
                 found["elementwise"] += 2 * n_bytes / self.device.memory  # it is cut and joined along the sequence
             if axis == "ep" and kind != "backward" and self.config.expert.exchange == "uneven":
                 found[axis] += _ROUTE / 2

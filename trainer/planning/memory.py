@@ -280,7 +280,7 @@ class RankMemory:
         return always_frozen(self.config, self.model)
 
     @cached_property
-    def _idle_layers(self) -> set[int]:
+    def idle_layers(self) -> set[int]:
         """The layers that no gradient reaches, since nothing up to them trains; autograd keeps nothing for them."""
         trained = [self.model.block_of(name) for name in self.model.shapes if name not in self.frozen]
         if any(self.model.is_before_blocks(name) for name in self.model.shapes.keys() - self.frozen):
@@ -487,7 +487,7 @@ class RankMemory:
     @cached_property
     def _kept_up_to(self) -> list[int]:
         """Bytes that the first n of its layers keep for backward in a micro-batch, for each n."""
-        kept = (0 if layer in self._idle_layers else block.kept * self._samples for layer, block in self.blocks.items())
+        kept = (0 if layer in self.idle_layers else block.kept * self._samples for layer, block in self.blocks.items())
         return [0, *accumulate(kept)]
 
     @cached_property

@@ -24,7 +24,7 @@ from configs.errors import UserError
 from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step, zero_stage
 from configs.own_code import is_import_path
 from configs.schema import Config, is_described
-from configs.stages import stages_per_rank
+from configs.stages import n_stages, stages_per_rank
 from configs.table import with_keys
 from models.delta import CHUNK
 from trainer.planning.data_time import DataTime, data_time
@@ -275,18 +275,21 @@ class Rank(LayerTime):
         return ({}, {}) if group.layer is None else self.pass_of(group.layer)
 
     def pass_of(self, layer: int) -> tuple[Seconds, Seconds]:
-        """Forward and backward of a layer, computed once for each kind."""
-        if (found := self.known.get((layer,))) is not None:
+        """Forward and backward of a layer, computed once for each kind; no backward of one that no gradient reaches."""
+        is_idle = layer in self.memory.idle_layers
+        if (found := self.known.get((layer, is_idle))) is not None:
             return found
         kind = (
             self.memory.model.kind_of_block(layer, self.memory.frozen),
             tokens_seen(self.config.model, layer, self.config.training.seq_len),
             self.repeats(layer),
+            is_idle,
         )
         if kind not in self.known:
             again = sum(self.repeated(layer).values())
-            self.known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
-        self.known[layer,] = self.known[kind]
+            backward = {} if is_idle else added(self.backward(layer), {"recomputation": again})
+            self.known[kind] = self.forward(layer), backward
+        self.known[layer, is_idle] = self.known[kind]
         return self.known[kind]
 
     @cached_property
@@ -359,7 +362,10 @@ class Rank(LayerTime):
         again = [reshard == "always" or (reshard != "never" and self.sizes.pp == 1)] * len(groups)
         if reshard != "always":
             again[-1] = False
-        return [each and group.name != "root" for each, group in zip(again, groups, strict=True)]
+        idle = self.memory.idle_layers
+        return [
+            each and group.name != "root" and group.layer not in idle for each, group in zip(again, groups, strict=True)
+        ]
 
     def fsdp(self, gathers: bool, reduces: bool) -> tuple[BesidePass, BesidePass]:
         """FSDP beside the forward and the backward pass of a micro-batch through all layers of the rank.
@@ -448,10 +454,20 @@ class Rank(LayerTime):
         total["pipeline bubble"] = self._bubble(sum(total.values()))
         total["optimizer"] = self.optimizer_seconds
         device = sum(total.values())
-        launches = sum(self._launches(layer) for layer in self.memory.layers)
+        launches = sum(map(self._launches, self._blocks))
         host = self.memory.micro_batches * launches * self.device.launch
         total["waiting for the host"] = host if self.device.type == "cpu" else max(0.0, host - device)
         return {part: seconds for part, seconds in total.items() if seconds > 0}
+
+    @property
+    def _n_further(self) -> int:
+        """Modules of the rank that predict further tokens."""
+        return n_further(self.config.model) if self.memory.has_head else 0
+
+    @property
+    def _blocks(self) -> Sequence[int]:
+        """Its layers, and the last once more for each module that predicts a further token, whose block is like it."""
+        return (*self.memory.layers, *[self.config.model.n_layers - 1] * self._n_further)
 
     def _launches(self, layer: int) -> int:
         """Kernels of a layer for a micro-batch."""
@@ -555,16 +571,17 @@ class Rank(LayerTime):
                         yield "all_gather", axis, size, times * gathered
                     elif reduces:
                         yield "all_reduce" if part.startswith("sum") else "reduce_scatter", axis, size, times
-        for layer in self.memory.layers:
-            for kind in ("forward", "backward", "repeated"):
+        idle = self.memory.idle_layers
+        for layer in self._blocks:
+            for kind in ("forward",) if layer in idle else ("forward", "backward", "repeated"):
                 for axis, op, size in self.between(layer, kind):
                     yield op, axis, size, micro_batches
         stream = self.tokens * self.config.model.dim * self.memory.compute_bytes
-        ends = (0 in self.memory.stages) + self.memory.has_head
-        last = self.sizes.pp * stages_per_rank(self.config) - 1
-        boundaries = sum((stage < last) + (stage > 0) for stage in self.memory.stages)
-        for op in ("all_gather", "reduce_scatter"):
-            yield op, "tp", stream, ends * micro_batches
+        ends = (0 in self.memory.stages) + self.memory.has_head + 2 * self._n_further  # embeds, and has a head
+        of_others = set(range(n_stages(self.config))) - set(self.memory.stages)
+        boundaries = sum((stage + 1 in of_others) + (stage - 1 in of_others) for stage in self.memory.stages)
+        yield "reduce_scatter", "tp", stream, ends * micro_batches
+        yield "all_gather", "tp", stream, (ends - bool(idle)) * micro_batches  # a frozen embedding takes no gradient
         for op in ("send", "receive"):
             yield op, "pp", self._sent, boundaries * micro_batches
 

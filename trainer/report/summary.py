@@ -281,8 +281,10 @@ def _files(config: Config) -> str:
 # --------------------------------------------------------------------------- after
 
 
-def closing_title(state: State, step: int, reason: str) -> str:
+def closing_title(config: Config, state: State, step: int, reason: str) -> str:
     """The heading of a run's last table."""
+    if state == "done" and step > config.training.steps:
+        return f"Nothing to do: the run is at step {step:,}, and training.steps = {config.training.steps}."
     if state == "done":
         return f"Done: step {step:,} reached."
     if state == "preempted":
@@ -343,7 +345,7 @@ def _length_key(config: Config) -> str:
     return "lr_schedule.total_tokens" if config.lr_schedule.total_steps is None else "lr_schedule.total_steps"
 
 
-def next_rows(config: Config, state: State, is_fork: bool = False) -> list[Row]:
+def next_rows(config: Config, state: State, is_fork: bool = False, step: int = 0) -> list[Row]:
     """The next things to try: variations of the command that started this process, each also correct when repeated.
 
     In another folder, the command of a fork draws weights of its own: that is not the fork's curve.
@@ -351,7 +353,7 @@ def next_rows(config: Config, state: State, is_fork: bool = False) -> list[Row]:
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
-    steps = config.training.steps
+    steps = max(config.training.steps, step)
     scheduled = steps if config.stages else scheduled_steps(config)
     farther = min(2 * steps, scheduled) if steps < scheduled else 2 * steps
     how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"

@@ -580,7 +580,36 @@ def test_another_model_is_refused_and_nothing_is_loaded(tmp_path):
     assert "model.bias: bfloat16 [3] in the checkpoint, float32 [3] here" in message
     assert "model.extra: not in the checkpoint" in message
     assert "optimizer.weight.step: only in the checkpoint" in message
+    assert "Change [model] and [optimizer] back" in message  # no key has changed that would say more
     assert_equal(state, before)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what", "changed"),
+    [
+        ({"model": {"dim": 8}}, {"model": {"dim": 9}}, "another model", "model.dim: 8 -> 9"),
+        (
+            {"optimizer": {"name": "adamw", "lr": 1.0}},
+            {"optimizer": {"name": "lion", "lr": 0.5}},
+            "another optimizer.name",
+            'optimizer.name: "adamw" -> "lion"',
+        ),
+        (
+            {"training": {"dtype": "float32"}, "optimizer": {"lr": 1.0}},
+            {"training": {"dtype": "bfloat16"}, "optimizer": {"lr": 0.5}},
+            "another training.dtype",
+            'training.dtype: "float32" -> "bfloat16"',
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_explained_by_the_keys_that_have_changed(tmp_path, before, after, what, changed):
+    save_steps(tmp_path, 1, config=before)
+    state = {name: tensor.half() for name, tensor in make_state(5).items()}
+    with pytest.raises(ConfigError) as caught:
+        make_manager(tmp_path, config=after, allow_run_change=True).resume(state)
+    message = str(caught.value)
+    assert f"is of {what}; 2 tensors differ" in message
+    assert message.endswith(f"\nChange it back, or choose another checkpoint.load or job.output_dir:\n  {changed}")
 
 
 def test_changed_run_keys(tmp_path):

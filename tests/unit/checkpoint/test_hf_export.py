@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.export.hf_import import import_hf
 from checkpoint.export.model_files import checkpoint_files
+from checkpoint.export.output import finish, unfinished_folder
 from configs.errors import UserError
 from configs.schema import Model
 from scripts import export_hf as script
@@ -257,3 +258,31 @@ def test_a_shape_that_transformers_refuses(tmp_path):
     with pytest.raises(UserError, match=r"dim 30 is not a multiple of n_heads 4"):
         export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_two_commands_do_not_write_one_folder(tmp_path):
+    """The later one is refused, instead of removing what the earlier one has written, which then looks complete."""
+    output = tmp_path / "out"
+    with unfinished_folder(output) as folder:
+        (folder / "first").write_text("1")
+        with pytest.raises(UserError, match="out is being written by another command"), unfinished_folder(output):
+            pytest.fail("two have the folder")
+        finish(folder, output)
+    assert [path.name for path in output.iterdir()] == ["first"]
+
+
+def test_what_a_killed_export_has_left_is_removed_but_nothing_behind_a_link(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    left = tmp_path / "out.tmp"
+    (left / "inside").mkdir(parents=True)
+    (left / "inside" / "file").write_text("left")
+    (left / "link").symlink_to(kept)
+    with unfinished_folder(tmp_path / "out") as folder:
+        assert not any(folder.iterdir())
+        finish(folder, tmp_path / "out")
+    (tmp_path / "other.tmp").symlink_to(kept)
+    with pytest.raises(UserError, match="other could not be written"), unfinished_folder(tmp_path / "other"):
+        pytest.fail("the folder of a link would be emptied")
+    assert (kept / "file").read_text() == "kept"

@@ -122,6 +122,19 @@ def test_fields_that_keel_does_not_know_are_named(exported, tmp_path, capsys):
                 "rope_parameters.third",
             ],
         ),
+        *(
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": older}, ["rope_scaling"])
+            for older in ("yarn", ["yarn"], 2, True)
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"rope_type": [1]}}, []),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {FULL: {"rope_theta": 1e6}}, "rope_scaling": {NEAR: 2}},
+            [f"rope_scaling.{NEAR}"],
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {FULL: {"rope_theta": 1e6}}, "rope_scaling": "yarn"},
+            ["rope_scaling"],
+        ),
     ],
 )
 def test_unknown_fields_of_the_rotary_frequencies_are_named(fields, unknown):

@@ -80,6 +80,19 @@ def test_a_folder_comes_back_bit_equal(exported, checkpoint, tmp_path):
     assert Model.model_validate(table).multi_token.depth == 2
 
 
+def test_the_copies_of_a_head_that_is_tied_are_those_of_the_embedding(tmp_path):
+    """Of each module two copies of the same tensor follow each other."""
+    checkpoint = save(tmp_path / "step-00000001", make_model(DEEP.model_copy(update={"tie_embeddings": True})))
+    export_hf(checkpoint, tmp_path / "hf", TokenizerFiles())
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in ("layers.3.embed_tokens", "layers.3.shared_head.head", "layers.4.shared_head.head"):
+        assert torch.equal(tensors[f"model.{name}.weight"], tensors["model.embed_tokens.weight"])
+    import_hf(tmp_path / "hf", tmp_path / "imported", None)
+    found, expected = state_of(tmp_path / "imported"), state_of(checkpoint)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_folder_without_the_modules_is_the_model_without_them(exported, tmp_path):
     """transformers' own save_pretrained leaves them out, and keeps their number in config.json."""
 

@@ -157,6 +157,23 @@ def stop_after(n):
     return progress
 
 
+@pytest.mark.parametrize(("parts", "said"), [(0, "nothing was written"), (2, "the same command resumes from there")])
+def test_a_stop_says_whether_the_same_command_resumes(corpus, tmp_path, monkeypatch, capsys, parts, said):
+    calls = iter(range(parts))
+    write_shard = module.write_shard
+
+    def write_until_stopped(shard):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return write_shard(shard)
+
+    monkeypatch.setattr(module, "write_shard", write_until_stopped)
+    command = [str(corpus / "text"), "--output", str(tmp_path / "out"), "--tokenizer", str(corpus / "t.model")]
+    assert prepare_data([*command, "--processes", "1"]) == 130
+    assert f"stopped; {said}" in capsys.readouterr().err
+    assert (tmp_path / ".out.partial").exists() == bool(parts)
+
+
 def test_files_that_changed_since_the_stop_are_read_again(corpus, tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(N_FILES):

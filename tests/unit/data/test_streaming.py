@@ -211,6 +211,24 @@ def test_cursors_of_another_text_are_not_used(folder, tmp_path):
     assert [window(text, i) for i in range(40, 60)] == EXPECTED[40:60]
 
 
+def test_a_long_document_is_tokenised_once_while_others_come_round(tmp_path):
+    """The last shard has a document of many windows, which waits for it in each epoch of the others."""
+    rows = ["a", "bb", "ccc", "d" * 400]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    letters = Letters()
+    stream = source(tmp_path, tokenizer=letters)
+    ordinals = np.arange(40 * N_SHARDS)
+    found = [window(stream, ordinal) for ordinal in stream.addresses(ordinals).tolist()]
+    for ordinal in (1, 3, 158, 159):
+        shard = rows[ordinal % N_SHARDS]
+        letters_of_shard = [-1, *map(ord, shard), 2] * 400
+        begin = ordinal // N_SHARDS * SEQ_LEN
+        assert found[ordinal] == letters_of_shard[begin : begin + SEQ_LEN + 1]
+    assert letters.encoded.count(rows[3]) == 1
+    held = {id(tokens) for _, tokens in stream._shards[3].documents}
+    assert len(held) == 1  # of the epochs that wait, all share their tokens
+
+
 def test_of_few_documents_each_has_a_shard(folder, monkeypatch):
     monkeypatch.setattr(streaming, "VIRTUAL_SHARDS", 64)
     text = source(folder)

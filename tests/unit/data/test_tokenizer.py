@@ -1,7 +1,9 @@
 """Tokenizers: exact round trips, what an id stands for in bytes, and errors that say what to do."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,10 +186,18 @@ def test_a_missing_package_comes_with_the_install_command(tmp_path, monkeypatch)
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path):
+def test_an_output_that_cannot_be_written_is_named_before_any_text_is_read(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match=r"t\.model: cannot write"):
-        train_sentencepiece(iter(CODE), tmp_path / "file" / "t.model", VOCAB)
+    (tmp_path / "folder.model").mkdir()
+    texts = iter(CODE)
+    for output, reason in (("file/t.model", "Not a directory"), ("folder.model", "Is a directory")):
+        with pytest.raises(UserError, match=rf"\.model: cannot write the tokenizer \({reason}\)"):
+            train_sentencepiece(texts, tmp_path / output, VOCAB)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(UserError, match=r"t\.model: cannot write the tokenizer \(Permission denied\)"):
+        train_sentencepiece(texts, tmp_path / "new" / "t.model", VOCAB)
+    assert not (tmp_path / "new").exists()
+    assert next(texts) == CODE[0]
 
 
 @pytest.fixture

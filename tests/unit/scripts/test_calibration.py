@@ -130,6 +130,10 @@ def test_a_cpu_is_measured_and_planned_for(tmp_path, capsys, monkeypatch, ranks)
     assert min(forward, backward) > 0
     assert (device.inside == known.inside) == (ranks == 1)
     assert device.between == known.between
+    taken = f"grouped,{' inside,' * (ranks == 1)} between, collective_share, delta by torch, delta by fla"
+    assert file.read_text().startswith(
+        f"# Measured by keel plan --calibrate; not measured as in the row cpu: {taken}.\n"
+    )
     planned = json.loads(out)
     assert planned["memory"]["fits"] == "yes"
     assert planned["time"]["parts_seconds"]["products"] > 0

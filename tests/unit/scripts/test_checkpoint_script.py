@@ -117,6 +117,16 @@ def test_prune(run, capsys):
     assert steps_in(run / "checkpoints") == [3, 5]
 
 
+def test_prune_keeps_the_only_checkpoints_of_a_run(run, capsys):
+    aside = run / "checkpoints" / "abandoned-001"
+    aside.mkdir()
+    for step in range(1, 6):
+        of(run, step).rename(aside / of(run, step).name)
+    assert script("prune", run, "--keep-last", 1, "--abandoned") == 1
+    assert "has checkpoints only in abandoned lines" in capsys.readouterr().err
+    assert steps_in(aside) == [1, 2, 3, 4, 5]
+
+
 def test_prune_keeps_the_checkpoint_that_a_spike_returns_to(tmp_path):
     """Without it, the resumed run would skip a spike for which the undisturbed run goes back."""
     config = {"fault": {"spikes": {"action": "rewind", "rewind_interval": 2}}}

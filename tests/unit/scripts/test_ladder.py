@@ -1,6 +1,7 @@
 """`keel ladder`: the law is found, its interval holds, and a rung is the job by the stated rules."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from configs.errors import ConfigError
 from scripts import ladder
 from scripts.scaling.law import fit
 from scripts.scaling.rungs import choose_rungs, choose_widths, load_target, training_flops, with_narrower_heads
+from scripts.widths.picture import Line, Panel, picture
 from tests.end_to_end.launch import TINY
 
 PARTS = [0.002, 0.01, 0.04, 0.1, 0.2]
@@ -214,3 +216,12 @@ def test_a_ladder_has_four_rungs_or_more(capsys, words):
         ladder.main(("debug.toml", *words), never)
     printed = capsys.readouterr().err
     assert "4 sizes or more" in printed or "expected 4 or more" in printed or "not allowed with" in printed
+
+
+def test_a_picture_leaves_out_what_a_logarithmic_axis_does_not_have():
+    """The interval of few runs that hardly agree may reach below zero."""
+    law = fit([0.01, 0.03, 0.1, 0.3], np.array([[3.9], [3.5], [3.3], [2.95]]), 0.99)
+    assert law.low < 0
+    drawn = picture("Loss", "FLOPs", [[Panel("job", [Line("interval", [(0.5, 3.0), (1, law.low), (1, law.high)])])]])
+    (points,) = re.findall('polyline points="([^"]*)"', drawn)
+    assert len(points.split()) == 2

@@ -123,6 +123,16 @@ def test_what_cannot_be_replayed(recorded, copy, tmp_path):
         said_by(replay, copy, 9)
 
 
+def test_what_a_run_began_with_that_has_no_first_step_is_not_known(copy, tmp_path):
+    """As of a fork that has not kept its first checkpoint: it did not begin with the initial weights."""
+    lines = [json.loads(line) for line in (copy / "fingerprints.jsonl").read_text().splitlines()]
+    later = [line for line in lines if line["step"] >= 10]
+    (copy / "fingerprints.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in later))
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(UserError, match=r"no checkpoint before step 12, and its fingerprints begin at step 11"):
+        plan(copy, 12, tmp_path)
+
+
 def test_a_run_that_passed_samples_over_is_replayed_from_there_on_only(copy, tmp_path):
     """Batches 11 to 13 were skipped as after a spike; from a checkpoint before, a replay would learn from them."""
     path = copy / "fingerprints.jsonl"

@@ -143,6 +143,7 @@ def test_the_block_where_activations_part():
     assert first_block_apart({**expected, "layers.1": [1.0, 2.1]}, expected, 1e-10) == "layers.1"
     assert first_block_apart({"layers.0": twice["layers.0"], "layers.1": [1.0, 1.0, 2.0, 2.0]}, expected, 1e-10) == ""
     assert first_block_apart({"layers.0": [0.5], "layers.1": [1.0]}, expected, 1e-10) == "layers.0"
+    assert first_block_apart({**expected, "layers.1": [1.0, math.nan]}, expected, 1e-10) == "layers.1"
 
 
 def test_the_page_shows_pairs_and_escapes():

@@ -206,7 +206,7 @@ def test_steps_of_another_mesh_or_without_the_first_are_refused(recorded, tmp_pa
         said_by(write_file, copy, tmp_path / "f", steps=[12])
     said_by(write_file, copy, tmp_path / "f", steps=[2, 10])
     (copy / "fingerprints.jsonl").write_text("\n".join([launch, *steps[1:]]) + "\n")
-    with pytest.raises(UserError, match=r"no fingerprint of step 1 after step 0"):
+    with pytest.raises(UserError, match=r"no checkpoint before step 3, and its fingerprints begin at step 2"):
         said_by(write_file, copy, tmp_path / "f", steps=[3])
 
 
@@ -217,3 +217,11 @@ def test_a_file_that_would_be_too_large_has_fewer_steps_or_is_refused(recorded, 
     assert "with the fingerprints of the steps 1, 2" in said
     with pytest.raises(UserError, match=r"the most is 9,000: choose fewer --steps"):
         said_by(write_file, recorded / "run", tmp_path / "f", steps=[*range(1, 21)])
+    monkeypatch.setattr("scripts.proof.reproduction.MAX_BYTES", 3000)
+    with pytest.raises(UserError) as of_one:
+        said_by(write_file, recorded / "run", tmp_path / "f")
+    whole, each, n = re.search(
+        r"have ([\d,]+) bytes, ([\d,]+) for each of (\d+) steps; .* 3,000$", str(of_one.value)
+    ).groups()
+    assert whole == each
+    assert n == "1"

@@ -28,11 +28,12 @@ from scripts import (
     sample,
     train_tokenizer,
 )
-from scripts.command import end, run_command
+from scripts.command import end, folder_for, run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
 from tests.conftest import ROOT
 from tests.end_to_end.launch import run_script
+from trainer.report.console import Console
 
 TINY = ["--model.dim", "32", "--model.n_layers", "2", "--model.ffn_dim", "64", "--model.vocab_size", "256"]
 TINY += ["--training.seq_len", "32"]
@@ -77,6 +78,29 @@ def test_the_parity_script_lists_its_rows():
     assert done.code == 0
     assert len(done.out.splitlines()) == len(list(table())) + len(REFUSED)
     assert run_script(ROOT, "parity.py", "--rows", "nothing like it").code == 1
+
+
+def test_a_parity_table_of_which_no_row_can_run_is_no_success(capsys):
+    assert parity.main(["--rows", "float8*", "--dtype", "float32"]) == 1
+    assert "rows of float8 matmuls are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [UserError("the bucket refuses"), KeyboardInterrupt()])
+def test_what_could_not_be_put_into_a_bucket_does_not_stay_on_the_disk(tmp_path, monkeypatch, error):
+    def put(*_):
+        raise error
+
+    monkeypatch.setattr("scripts.command.room_for", lambda output: tmp_path / "room")
+    monkeypatch.setattr("scripts.command.put_folder", put)
+
+    def export():
+        with folder_for("s3://bucket/model", "config.json", Console(rank=1)) as folder:
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(b"weights")
+
+    with pytest.raises(type(error)):
+        export()
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

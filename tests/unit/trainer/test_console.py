@@ -405,7 +405,17 @@ def test_the_closing_says_where_everything_is_and_what_took_the_time():
     spaced = dict(closing_rows(config(), Path("my runs/toy"), seconds, None, Memory(2**29), newest))
     assert shlex.split(spaced["curves"]) == ["tensorboard", "--logdir", "my runs/toy/tensorboard"]
     assert rows["checkpoint"] == "runs/toy/checkpoints/x"
-    assert closing_title("preempted", 120, "SIGTERM").startswith("Stopped by SIGTERM after step 120")
+    assert closing_title(config(), "preempted", 120, "SIGTERM").startswith("Stopped by SIGTERM after step 120")
+
+
+def test_a_run_that_has_more_steps_than_it_is_to_train_has_nothing_to_do():
+    wanted = config().training.steps
+    assert closing_title(config(), "done", wanted, "") == f"Done: step {wanted:,} reached."
+    title = closing_title(config(), "done", 3 * wanted, "")
+    assert title == f"Nothing to do: the run is at step {3 * wanted:,}, and training.steps = {wanted}."
+    [(how, command), *_] = next_rows(config(lr_schedule={"total_steps": 10 * wanted}), "done", step=3 * wanted)
+    assert how == "continue to twice the steps"
+    assert command.endswith(f"--training.steps {6 * wanted}")
 
 
 def test_the_closing_says_what_the_device_had_reserved_and_lacked():

@@ -91,7 +91,7 @@ class Call:
     @property
     def working(self) -> Path:
         """The folder that all calls for shares use, of this host or of all."""
-        return self.output.absolute().with_name(f".{self.output.name}.shards")
+        return _beside(self.output, "shards")
 
     @property
     def work(self) -> str | Path:
@@ -131,7 +131,7 @@ def prepare(
             loss.
     """
     output = call.output
-    working = output.absolute().with_name(f".{output.name}.partial")
+    working = _beside(output, "partial")
     with errors_of(output):
         if is_finished(output, call.settings, advice):
             check_inputs(output, call.settings, say, if_changed)
@@ -144,6 +144,15 @@ def prepare(
         record = read_record(output)
     BadFiles(call.max_bad_files).extend(record["bad_files"])
     return record
+
+
+def is_begun(output: Path) -> bool:
+    """Whether this host has work of an unfinished preparation of OUTPUT, or of its shares."""
+    return any(_beside(output, work).exists() for work in ("partial", "shards"))
+
+
+def _beside(output: Path, work: str) -> Path:
+    return output.absolute().with_name(f".{output.name}.{work}")
 
 
 def settings_of(
