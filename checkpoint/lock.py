@@ -132,7 +132,7 @@ class ReadLock:
         except OSError:
             self._descriptor = None  # the code that reads the manifest reports the reason
             return
-        if not _try_lock(self._descriptor, fcntl.LOCK_SH) or not _is_at(self._descriptor, folder / MANIFEST_NAME):
+        if not try_lock(self._descriptor, fcntl.LOCK_SH) or not is_at(self._descriptor, folder / MANIFEST_NAME):
             self.release()
             raise UserError(f"checkpoint {folder} is being removed, since it is no longer kept; choose a newer one")
 
@@ -163,12 +163,12 @@ def not_being_read(folder: Path) -> Iterator[None]:
                 continue
             # NFS gives an exclusive lock only on a file opened for writing.
             file = files.enter_context(manifest.open("rb+"))
-            if not _try_lock(file.fileno(), fcntl.LOCK_EX):
+            if not try_lock(file.fileno(), fcntl.LOCK_EX):
                 raise BeingRead(f"checkpoint {manifest.parent} is being read, and therefore kept for now")
         yield
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
+def try_lock(descriptor: int, kind: int) -> bool:
     """Try to take the lock; True as well if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -179,7 +179,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
     """Whether the open file is still the one at `path`, and was not removed between opening and locking."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoint.lock import is_at, try_lock
 from checkpoint.manifest import UNFINISHED, FileEntry
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
@@ -48,14 +49,7 @@ def _locked(folder: Path, output: Path) -> Generator[None, None, None]:
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        is_free = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # no locks of folders here
-            pass
-        if not is_free or not os.path.samestat(os.fstat(descriptor), folder.stat()):  # renamed since it was opened
+        if not try_lock(descriptor, fcntl.LOCK_EX) or not is_at(descriptor, folder):  # renamed since it was opened
             raise UserError(f"{output} is being written by another command; wait for it, or name another folder")
         yield
     finally:
