@@ -361,7 +361,7 @@ class Job(Table):
     output_dir: str | None = None
     """Run folder, or a place in object storage, s3://BUCKET/NAME (docs/buckets.md); default: runs/<job.name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one, otherwise the CPU."""
+    """auto: a GPU if there is one, otherwise the CPU; a GPU that torch's CUDA build can't use is an error."""
     allow_run_change: bool = False
     """Resume although run keys differ from the checkpoint's, and record the change. A different training.seq_len, seed
     or mixture is still refused: it would reorder the samples within an epoch."""

@@ -23,7 +23,7 @@ from configs.errors import ConfigError, KeelError, OutageError, mistakes_of_the_
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
-from parallelisms.nccl import configure_nccl, nccl_settings
+from parallelisms.nccl import configure_nccl, nccl_settings, warn_of_faults
 from parallelisms.ranks import on_rank_zero
 from parallelisms.toolchain import require_compiler
 from trainer.announce import say_goodbye, say_hello, silent_end
@@ -116,6 +116,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             set_numerics(job.config.training, kind)
             if kind == "cuda":
                 configure_nccl(nccl_settings(job.config), os.environ)
+                warn_of_faults(console.warning, os.environ)
             with forming():
                 device = start_process_group(kind, timeout, console.warning)
             with mistakes_of_the_job():

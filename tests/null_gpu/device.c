@@ -25,7 +25,7 @@
 
 #include "driver_types.h"
 
-enum { SUCCESS = 0, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 801 };
+enum { SUCCESS = 0, OUT_OF_MEMORY = 2, INSUFFICIENT_DRIVER = 35, NOT_SUPPORTED = 801 };
 static const size_t DEVICE_BYTES = (size_t)143771 << 20; /* of an H200, as nvidia-smi shows it */
 static const size_t PAGE = 4096, ALIGNMENT = (size_t)2 << 20;
 
@@ -268,16 +268,26 @@ int cudaMemsetAsync() { return fill_count++, SUCCESS; }
 
 static __thread int current_device;
 
+enum { RUNTIME_VERSION = 13000 };
+
 static int n_devices(void) {
     const char *wanted = getenv("KEEL_NULL_GPUS");
     return wanted ? atoi(wanted) : 1;
 }
 
-int cudaGetDeviceCount(int *count) { return *count = n_devices(), SUCCESS; }
+static int driver_version(void) {
+    const char *wanted = getenv("KEEL_NULL_GPU_DRIVER");
+    return wanted ? atoi(wanted) : RUNTIME_VERSION;
+}
+
+int cudaGetDeviceCount(int *count) {
+    if (driver_version() < RUNTIME_VERSION) return INSUFFICIENT_DRIVER;
+    return *count = n_devices(), SUCCESS;
+}
 int cudaGetDevice(int *device) { return *device = current_device, SUCCESS; }
 int cudaSetDevice(int device) { return current_device = device, SUCCESS; }
-int cudaDriverGetVersion(int *version) { return *version = 13000, SUCCESS; }
-int cudaRuntimeGetVersion(int *version) { return *version = 13000, SUCCESS; }
+int cudaDriverGetVersion(int *version) { return *version = driver_version(), SUCCESS; }
+int cudaRuntimeGetVersion(int *version) { return *version = RUNTIME_VERSION, SUCCESS; }
 int cudaDeviceSynchronize(void) { return synchronized(&sync_device_count); }
 int cudaDeviceCanAccessPeer(int *answer, int device, int peer) { return *answer = 1, SUCCESS; }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, SUCCESS; }
@@ -396,7 +406,7 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks) { return
 static void *const CONTEXT = (void *)0x10;
 
 int cuInit(unsigned flags) { return SUCCESS; }
-int cuDriverGetVersion(int *version) { return *version = 13000, SUCCESS; }
+int cuDriverGetVersion(int *version) { return *version = driver_version(), SUCCESS; }
 int cuGetErrorString(int error, const char **text) { return *text = cudaGetErrorString(error), SUCCESS; }
 int cuDeviceGetCount(int *count) { return *count = n_devices(), SUCCESS; }
 int cuDeviceGet(int *device, int number) { return *device = number, SUCCESS; }

@@ -1,6 +1,8 @@
-"""A host on which Triton can't build a kernel, although Triton and a compiler are there."""
+"""Hosts on which Triton can't build a kernel, although Triton and a compiler are there, or whose driver is too old."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -36,3 +38,29 @@ def test_a_host_that_builds_no_kernel_ends_the_run_before_weights_are_drawn(fres
     own = ("--compile.enable", "false", "--optimizer.kernel", "torch")
     assert fresh_null_rank(1, said_of_a_host, "/bin/false", str(tmp_path), own) == [""]
     assert fresh_null_rank(1, said_of_a_host, "gcc", str(tmp_path / "new"), words) == [""]
+
+
+ASK = """
+import sys
+from pathlib import Path
+from configs.load import load
+from trainer.guards import environment
+environment._DEVICES = Path(sys.argv[1])
+print(environment.device_type(load("debug.toml")))
+"""
+
+
+@pytest.mark.parametrize("version", ["13000", "12020"])
+def test_a_driver_that_is_too_old_for_torch(null_gpus, tmp_path, version):
+    """A process of its own asks, since torch asks the driver once."""
+    (tmp_path / "nvidia0").touch()
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ASK, tmp_path],
+        env=os.environ | null_gpus | {"KEEL_NULL_GPU_DRIVER": version},
+        capture_output=True,
+        text=True,
+    )
+    if version == "13000":
+        assert told.stdout == "cuda\n", told.stderr
+    else:
+        assert "can't use them: The NVIDIA driver on your system is too old (found version 12020)." in told.stderr

@@ -31,6 +31,7 @@ VARIABLES = (
 )
 """Variables by which the libraries choose their algorithms, or the precision of their matrix products."""
 _BFLOAT16_CAPABILITY = 8
+_DEVICES = Path("/dev")
 _FOLDER_DIGITS = 8
 """The length of a folder's hash; each launch's record, which must stay small, has those of all folders."""
 THREADS = "threads (OMP_NUM_THREADS)"
@@ -80,16 +81,37 @@ def device_type(job: LoadedConfig) -> str:
     """Choose "cpu" or "cuda".
 
     Raises:
-        ConfigError: cuda is requested but unavailable, there are too few GPUs, or they lack what the job needs.
+        ConfigError: cuda is requested but unavailable, torch's CUDA build can't use this host's GPUs, there are too few
+            of them, or they lack what the job needs.
     """
     wanted = job.config.job.device
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
-    if wanted == "cpu" or not available:
+    if wanted == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        if reason := _why_gpus_are_unusable():
+            raise job.error(
+                "job.device",
+                f"host {socket.gethostname()} has GPUs, but torch {torch.__version__} can't use them: {reason}; mend "
+                'that, or set job.device = "cpu" to train without them',
+            )
+        if wanted == "cuda":
+            raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
         return "cpu"
     _check_gpu(job, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return "cuda"
+
+
+def _why_gpus_are_unusable() -> str:
+    """What torch's CUDA build says of the NVIDIA GPUs that it can't use, such as a driver that is too old for it; "" if
+    there are none, if they are hidden from it, or if the build is for CPUs."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    if torch.version.cuda is None or is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
+        return ""
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return "it finds none"
 
 
 def _check_gpu(job: LoadedConfig, local_rank: int, local_ranks: int) -> None:

@@ -5,10 +5,19 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 import trainer.run as run_module
 from configs.load import load
-from parallelisms.nccl import configure_nccl, nccl_settings, nccl_variables
+from parallelisms import nccl
+from parallelisms.nccl import (
+    configure_nccl,
+    known_faults,
+    nccl_settings,
+    nccl_variables,
+    version_torch_wants,
+    warn_of_faults,
+)
 
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 DUMP = "TORCH_FR_DUMP_TEMP_FILE"
@@ -59,6 +68,7 @@ def test_the_variables_are_set_before_the_process_group_is_formed(monkeypatch, t
 
     monkeypatch.setattr(run_module, "configure_nccl", lambda settings, _: environ.update(settings))
     monkeypatch.setattr(run_module, "device_type", lambda _: kind)
+    monkeypatch.setattr(run_module, "warn_of_faults", lambda *_: None)
     monkeypatch.setattr(run_module, "require_compiler", lambda *_: None)
     monkeypatch.setattr(run_module, "set_numerics", lambda *_: None)
     monkeypatch.setattr(run_module, "start_process_group", form)
@@ -78,3 +88,37 @@ def test_one_file_names_the_variables_that_are_set():
         if any(f'"{prefix}' in path.read_text() for prefix in ("NCCL_", "TORCH_NCCL_", "TORCH_FR_"))
     }
     assert setters == {"parallelisms/nccl.py", "trainer/guards/environment.py"}  # which only reads two
+
+
+@pytest.mark.parametrize(
+    ("loaded", "wanted", "machine", "says"),
+    [
+        ((2, 28, 9), (2, 28, 9), "x86_64", []),
+        ((2, 30, 7), (2, 28, 9), "aarch64", []),
+        ((2, 29, 3), None, "aarch64", []),
+        ((2, 18, 3), (2, 28, 9), "x86_64", ["NCCL 2.18.3 is loaded, and torch was built with 2.28.9"]),
+        ((2, 28, 9), None, "aarch64", ["NCCL 2.28.9 may hang on this processor (aarch64)"]),
+        ((2, 27, 5), (2, 28, 9), "aarch64", ["NCCL 2.27.5 is loaded", "NCCL 2.27.5 may hang"]),
+    ],
+)
+def test_versions_that_are_known_to_be_wrong(loaded, wanted, machine, says):
+    found = known_faults(loaded, wanted, machine)
+    assert len(found) == len(says)
+    assert all(fault.startswith(beginning) for fault, beginning in zip(found, says, strict=True))
+
+
+def test_the_version_that_torch_was_built_with():
+    """The line of torch 2.11's package, and a package that names none."""
+    line = 'nvidia-nccl-cu13==2.28.9; platform_system == "Linux"'
+    assert version_torch_wants(["filelock", line, "triton==3.6.0"]) == (2, 28, 9)
+    assert version_torch_wants(["filelock", "nvidia-nccl-cu13>=2.30"]) is None
+
+
+def test_each_host_of_a_job_of_several_ranks_warns_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (1, 0, 0))
+    monkeypatch.setattr(nccl.metadata, "requires", lambda _: ["nvidia-nccl-cu13==2.28.9"])
+    warnings: list[str] = []
+    for rank in ("0", "1"):
+        warn_of_faults(warnings.append, {"LOCAL_RANK": rank, "WORLD_SIZE": "2"})
+    warn_of_faults(warnings.append, {})
+    assert sum("is loaded, and torch was built with 2.28.9" in warning for warning in warnings) == 1

@@ -131,3 +131,46 @@ def test_a_gpu_without_bfloat16(monkeypatch):
     assert 'set compute_dtype = "float32"' in message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert device_type(job("--training.compute_dtype", "bfloat16")) == "cuda"
+
+
+@pytest.fixture
+def unusable_gpus(monkeypatch, tmp_path):
+    """A host with two GPUs, whose driver torch's CUDA build refuses."""
+
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update\nit.")
+
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(environment, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.usefixtures("unusable_gpus")
+def test_gpus_that_torch_cannot_use_are_not_passed_over(device):
+    """`auto` trained on the CPU, with nothing but torch's warning."""
+    with pytest.raises(ConfigError) as caught:
+        device_type(job("--job.device", device))
+    message = str(caught.value)
+    assert "has GPUs, but torch" in message
+    assert (
+        "can't use them: The NVIDIA driver on your system is too old (found version 12020). Please update; " in message
+    )
+    assert message.endswith('set job.device = "cpu" to train without them')
+    assert device_type(job("--job.device", "cpu")) == "cpu"
+
+
+def test_gpus_that_are_hidden_or_not_there_are_not_missed(monkeypatch, unusable_gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_type(job()) == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (unusable_gpus / "nvidia0").unlink()
+    assert device_type(job()) == "cpu"
+    (unusable_gpus / "nvidia0").touch()
+    monkeypatch.setattr(torch.version, "cuda", None)  # torch's build for CPUs
+    assert device_type(job()) == "cpu"
