@@ -4,16 +4,13 @@ Whether a host has enough memory for them is checked before training starts, not
 """
 
 import mmap
-import os
 import socket
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +21,7 @@ from checkpoint.frame import bytes_of
 from checkpoint.shards import Shard
 from checkpoint.store import SaveFailed, places
 from configs.errors import listed
+from configs.machine import free_memory
 from parallelisms.ranks import gather
 
 ALIGNMENT = 64
@@ -207,42 +205,3 @@ def measure_memory(shards: Mapping[str, Shard], group: dist.ProcessGroup) -> Hos
         before, least = hosts.get(host, (0, free))
         hosts[host] = (before + of_rank, min(least, free))
     return hosts
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated now: free on this machine without swapping, within a cluster's or container's limits.
-
-    A limit may stand at the process's control group or at one around it (Slurm's are at the job and the step, its tasks
-    have none). On systems other than Linux, all memory of the machine.
-    """
-    if not (root / "proc/meminfo").exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controller, name = line.split(":", 2)
-        if controller not in _CONTROL_FILES:
-            continue
-        top = root / "sys/fs/cgroup" / controller
-        own = top / name.lstrip("/")
-        groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
-        free = min([free, *(_left_in(group, *_CONTROL_FILES[controller]) for group in groups)])
-    return free
-
-
-_CONTROL_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""A control group's limit, its use, and what of that is files' old pages, by the controller's name in
-/proc/self/cgroup: version 2, where the groups of all controllers are the same, and version 1."""
-
-
-def _left_in(group: Path, limit: str, used: str, old_pages: str) -> int:
-    """Bytes below a control group's limit; pages of files that nobody has read lately make room when it is reached."""
-    file = group / limit
-    text = file.read_text().strip() if file.exists() else "max"
-    if text == "max":
-        return sys.maxsize
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(text) - int((group / used).read_text()) + int(stat[old_pages])

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from configs.machine import available_cores
 from configs.plan import Initial
 from parallelisms.ranks import local_part
 from parallelisms.ties import ties_kept
@@ -72,7 +73,7 @@ def _fill(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
 
 def _threads() -> int:
     """Threads for drawing: this process's share of the machine's cores."""
-    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _unset(tensor: Tensor) -> Tensor:

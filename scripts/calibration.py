@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configs.architectures.llama_keys import Delta, delta_of
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.layout import mesh_sizes, mixed_elements
+from configs.machine import available_cores
 from configs.reading.toml_text import table_text
 from configs.schema import Config
 from models.delta import Rule, outputs
@@ -130,7 +131,7 @@ def _finish() -> None:
 
 
 def _calibrate_cpu(config: Config, ranks: int) -> tuple[Device, list[str]]:
-    here = min(ranks, len(os.sched_getaffinity(0)))
+    here = min(ranks, available_cores())
     threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or (torch.get_num_threads() if here == 1 else 1)
     pool = RankPool(here, timeout_seconds=300)
     try:

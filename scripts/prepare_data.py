@@ -18,6 +18,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.bucket_files import bring, bring_file, copy_of, has_all, local_file, put_folder
+from configs.machine import available_cores
 from configs.places import is_url
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
 from trainer.data.text.finish import finish
@@ -160,7 +161,7 @@ def prepare_parser() -> argparse.ArgumentParser:
     add(
         "--processes",
         type=positive,
-        default=os.cpu_count() or 1,
+        default=available_cores(),
         metavar="N",
         help="number of processes (default: %(default)s)",
     )

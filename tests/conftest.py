@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from configs.machine import available_cores, free_memory
+
 pytest_plugins = ["tests.bucket.server", "tests.cpu_time", "tests.time_budget"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,15 @@ settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("keel")
 
 ROOT = Path(__file__).parent.parent
+BYTES_OF_A_WORKER = 4 << 30
+"""What a worker takes with eight ranks, each of which has imported torch."""
+MOST_WORKERS = 9
+"""With more, the longest cases decide when the session ends."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker for each core and one more, since many cases wait; as many as there is memory for, with their ranks."""
+    return max(1, min(available_cores() + 1, free_memory() // BYTES_OF_A_WORKER, MOST_WORKERS))
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.manifest import is_fork
-from checkpoint.staging import free_memory
 from checkpoint.storage import FolderStorage, Storage
 from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
+from configs.machine import free_memory
 from configs.schema import Config
 from configs.secret import SECRET
 from parallelisms.mesh import Mesh

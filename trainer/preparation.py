@@ -1,6 +1,5 @@
 """Checks that a job's inputs exist, and creates the tokenizer and token files from text when first needed."""
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from configs.errors import KeelError, UserError
 from configs.files import replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
+from configs.machine import available_cores
 from configs.paths import missing_paths
 from configs.places import is_url, standing_for
 from configs.schema import Config, HfModel, Prepare
@@ -164,7 +164,7 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
 
     def call(progress: Progress = Call.progress) -> Call:
         settings = settings_of(wanted.input, output, local_file(tokenizer), **choices)
-        return Call(settings, output, local_file(tokenizer), os.cpu_count() or 1, wanted.max_bad_files, progress)
+        return Call(settings, output, local_file(tokenizer), available_cores(), wanted.max_bad_files, progress)
 
     if (output / RECORD).is_file():  # only checks that it was made from the same text with the same settings
         prepare(call(), console.line, **_if_changed(config, output, console))

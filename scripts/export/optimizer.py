@@ -33,12 +33,12 @@ from checkpoint.find import OPTIMIZER_INDEX_NAME
 from checkpoint.index import read_metadata
 from checkpoint.lock import ReadLock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from checkpoint.staging import free_memory
 from checkpoint.tensor_stream import Counter, Progress, entry_of, n_bytes, read_part, read_tensor
 from checkpoint.verify import check_tensors
 from configs.architectures.mup import folds
 from configs.errors import UserError
 from configs.files import synced
+from configs.machine import free_memory
 from configs.plan import plan_of
 from configs.reading.removed import without_removed
 from configs.run_stages import RunStage, border_of

@@ -1,7 +1,6 @@
 """The ranks of a job that are rehearsed, each in a process of its own, and what comes of it."""
 
 import multiprocessing
-import os
 import random
 import tempfile
 import time
@@ -17,6 +16,7 @@ import torch
 
 from configs.errors import KeelError
 from configs.layout import MeshSizes, mesh_sizes
+from configs.machine import available_cores
 from configs.schema import Config
 from scripts.rehearsal.job import rehearsal_job
 from scripts.rehearsal.match import match
@@ -62,7 +62,7 @@ def rehearse(config: Config, ranks: int, later: Sequence[Config], as_all: bool =
         for rank in chosen:
             job = rehearsal_job(config, ranks, folder / f"run-{rank}", later)
             (folder / f"{rank}.toml").write_text(job.text)
-        workers = min(len(chosen), os.cpu_count() or 1)
+        workers = min(len(chosen), available_cores())
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([play.__module__])  # which imports torch, once
         with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:

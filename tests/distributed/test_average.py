@@ -98,6 +98,7 @@ def evaluated_with_the_average(words):
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "mesh"), [(2, "--comm.prefetch 2"), (4, "--mesh.pp 2")])
 def test_modules_that_it_does_not_run_have_the_weights_afterwards(ranks, n, mesh):
     """Those that predict further tokens: gathered ahead of an evaluation's last block, they are not run there."""

@@ -288,6 +288,7 @@ def test_each_rank_writes_its_own_experts_of_hugging_face(ranks, tmp_path):
     assert_own_experts_written(ranks, row_of_hf(tmp_path), tmp_path / "saved", {"gate_up_proj", "down_proj"})
 
 
+@pytest.mark.slow
 @NEEDS_TRANSFORMERS
 def test_bytes_of_hugging_faces_experts(ranks, tmp_path):
     """Two layers of four experts with three matrices of 64 x 32, on four ranks."""

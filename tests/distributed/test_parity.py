@@ -260,6 +260,7 @@ def test_chosen_rows_in_float64(ranks, name):
         assert_parity(ranks, [ROWS[name]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked([row.name for row in memory_rows()], slow=["memory limit, TP 2, compiled"]))
 def test_the_memory_limits_of_rows_fall_on_some_layers(name):
     row = ROWS[name]

@@ -144,6 +144,7 @@ def in_flight(schedule: str, micro_batch: int) -> tuple[int, int]:
     return most, stages_in_flight(learner.config, rank, accumulation_steps(learner.config, sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("n", "micro_batch"), [(2, 1), (2, 4), (4, 1), (4, 2)])
 def test_the_estimate_knows_how_many_micro_batches_are_in_flight(ranks, schedule, n, micro_batch):

@@ -78,6 +78,7 @@ def test_in_bfloat16_it_has_the_same_bits_on_every_mesh(tmp_path, case):
     assert sum(int((found[name] != average).sum()) for name, average in alone.items()) <= 2
 
 
+@pytest.mark.slow
 def test_its_loss_is_that_of_a_run_from_the_averaged_checkpoint(tmp_path):
     launch(tmp_path, f"{WORDS} --job.output_dir run")
     losses = validated(tmp_path / "run", "validation_loss")

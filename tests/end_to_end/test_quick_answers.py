@@ -8,6 +8,7 @@ import pytest
 
 from tests.cpu_time import takes_a_second_at_most
 from tests.end_to_end.launch import ENVIRONMENT, ROOT
+from tests.marked import marked
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,10 @@ def test_under_a_second_and_without_torch(tmp_path: Path, words: str, code: int,
 
 
 SCRIPTS = [file.name for file in (ROOT / "scripts").glob("*.py") if "__main__" in file.read_text()]
+TRIED_FIRST = ("keel.py", "plan.py", "sample.py")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", marked(SCRIPTS, slow=[name for name in SCRIPTS if name not in TRIED_FIRST]))
 def test_help_of_a_script(tmp_path: Path, script: str):
     """From another folder, without Keel installed."""
     answer_quickly(tmp_path, f"scripts/{script}", "--help", 0, "usage: ")

@@ -59,6 +59,7 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_stop_within_the_stage_leaves_no_trace(folder: Path):
     for steps in (14, 20):
         launch(folder, f"--job.output_dir stopped --training.steps {steps}", config=folder / "job.toml")

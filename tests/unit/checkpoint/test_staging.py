@@ -6,59 +6,11 @@ import torch
 from checkpoint import staging
 from checkpoint.manifest import steps_in
 from checkpoint.shards import shards_of
-from checkpoint.staging import Stager, free_memory
+from checkpoint.staging import Stager
 from tests.unit.checkpoint.test_checkpoint_manager import assert_equal, begun, make_state, process_group, resumed
 
 __all__ = ["process_group"]
 NEEDED = 8 * 4 * 4 + 3 * 2 + 4 * 8 * 8 + 4  # of make_state
-
-
-def test_what_is_free(tmp_path):
-    """The least of the machine's memory and of what each group around the process leaves, without files' old pages."""
-    job = "sys/fs/cgroup/job"
-    step = f"{job}/step_0"
-
-    def write(files):
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-
-    write({"proc/meminfo": "MemTotal:   900 kB\nMemAvailable:   500 kB\n", "proc/self/cgroup": "0::/job/step_0\n"})
-    assert free_memory(tmp_path) == 500 * 1024
-    write(
-        {
-            f"{step}/memory.max": "max\n",
-            f"{step}/memory.current": "1000\n",
-            f"{step}/memory.stat": "anon 1000\ninactive_file 0\n",
-        }
-    )
-    assert free_memory(tmp_path) == 500 * 1024
-    write({f"{step}/memory.max": "4000\n"})
-    assert free_memory(tmp_path) == 3000
-    write({f"{step}/memory.stat": "anon 300\nfile 700\ninactive_file 600\nactive_file 100\n"})
-    assert free_memory(tmp_path) == 3600
-    write(
-        {f"{job}/memory.max": "5000\n", f"{job}/memory.current": "2500\n", f"{job}/memory.stat": "inactive_file 600\n"}
-    )
-    assert free_memory(tmp_path) == 3100
-    assert free_memory() > 1 << 20
-
-
-@pytest.mark.parametrize("name", ["/", "/of/the/host"])  # a container may see its own name, or that on the host
-def test_what_is_free_in_control_groups_of_version_1(tmp_path, name):
-    files = {
-        "proc/meminfo": "MemTotal:   900 kB\nMemAvailable:   500 kB\n",
-        "proc/self/cgroup": f"9:name=systemd:/\n8:pids:/\n3:memory:{name}\n0::{name}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
-        "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 400\n",
-    }
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert free_memory(tmp_path) == 500 * 1024
-    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("4000\n")
-    assert free_memory(tmp_path) == 1400
 
 
 def checked(folder, **settings):

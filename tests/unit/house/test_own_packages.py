@@ -49,6 +49,7 @@ def test_the_installed_command_finds_its_own_packages(theirs):
     assert done.stdout.splitlines() == [f"{name} True" for name in scripts.NAMES], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

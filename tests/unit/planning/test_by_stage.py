@@ -71,6 +71,7 @@ def test_stages_that_the_run_does_not_reach_take_nothing(capsys):
     assert largest(job.stages, 1_461_498).config.training.seq_len == 8_192
 
 
+@pytest.mark.slow
 def test_the_console_shows_each_stage(capsys):
     assert plan.main(["olmo3_7b_stages.toml", "--ranks", "64", "--device", "h100"]) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -59,6 +59,7 @@ def test_it_finds_what_estimating_all_candidates_finds(config: Config, ranks: in
     assert quick.estimated <= whole.estimated
 
 
+@pytest.mark.slow
 def test_a_part_of_a_block_is_not_below_its_share():
     """The bound of memory, for every candidate."""
     config = job("debug.toml", *SMALL)

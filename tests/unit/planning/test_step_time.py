@@ -70,6 +70,7 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
     assert run.gpu_hours == pytest.approx(1000 * step.seconds_with_waits / 3600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [

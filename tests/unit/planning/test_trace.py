@@ -49,6 +49,7 @@ def test_an_exact_reduction_sends_as_many_bytes_as_a_reduce_scatter():
     assert exact[Collective("all_gather", "shard")] == fast[Collective("all_gather", "shard")]
 
 
+@pytest.mark.slow
 def test_exact_replicas_gather_the_sum_once_a_step():
     config, exact = traced(4, 2, "--training.reduction", "exact", "--mesh.dp_shard", "1", "--mesh.dp_replicate", "4")
     elements, groups = sum(prod(shape) for shape in skeleton(config.model).shapes.values()), config.model.n_layers + 2
@@ -73,6 +74,7 @@ def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back():
         assert traffic[Collective(op, "pp")] == Traffic(8 + opening, 8 * hidden_bytes(config) + 4 * opening)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_gathers_the_sequence_before_each_cut_matrix():
     config, traffic = traced(2, 8, "--mesh.tp", "2")
     # Attention and feed-forward of each layer, forward and backward, and the head's and embedding's: Korthikanti et
@@ -81,6 +83,7 @@ def test_tensor_parallelism_gathers_the_sequence_before_each_cut_matrix():
     assert traffic[Collective("reduce_scatter", "tp")] == Traffic(calls, calls * hidden_bytes(config))
 
 
+@pytest.mark.slow
 def test_an_average_in_bfloat16_sends_nothing():
     _, plain = traced(2, 8)
     _, averaged = traced(2, 8, "--average.interval", "1", "--average.dtype", "bfloat16")

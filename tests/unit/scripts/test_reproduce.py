@@ -50,6 +50,7 @@ def data_words(root: Path) -> tuple[str, ...]:
     return "--data.sources", f"[{sources}]", *tokenizer
 
 
+@pytest.mark.slow
 def test_the_same_mesh_is_equal_in_bits_with_the_data_in_another_place(recorded, tmp_path):
     for name in ("web", "code", "t.model"):
         (shutil.copytree if (recorded / name).is_dir() else shutil.copy)(recorded / name, tmp_path / name)
@@ -60,6 +61,7 @@ def test_the_same_mesh_is_equal_in_bits_with_the_data_in_another_place(recorded,
     assert said.splitlines()[-1] == "equal in bits: steps 1 to 20"
 
 
+@pytest.mark.slow
 def test_chosen_steps_from_a_checkpoint_that_others_need_as_well(recorded, tmp_path):
     _, said = said_by(write_file, recorded / "run", tmp_path / "f", begin=10, steps=[12, 14, 15])
     assert "the fingerprints of the steps 11, 12, 14, 15" in said
@@ -115,6 +117,7 @@ def test_another_key_of_the_job_is_named(recorded):
     assert "data:" not in said
 
 
+@pytest.mark.slow
 def test_another_weight_is_named_as_a_value(recorded, monkeypatch):
     gradients = Learner.gradients
     seen = []
@@ -133,6 +136,7 @@ def test_another_weight_is_named_as_a_value(recorded, monkeypatch):
     assert "values: data, job, code and torch are the same" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

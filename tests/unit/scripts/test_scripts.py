@@ -73,6 +73,7 @@ def test_the_benchmark_measures_what_it_says(tmp_path):
     assert figures["keel_over_bare"] == {"eager": pytest.approx(sum(ratios) / 2)}
 
 
+@pytest.mark.slow
 def test_the_parity_script_lists_its_rows():
     done = run_script(ROOT, "parity.py", "--list")
     assert done.code == 0
