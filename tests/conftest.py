@@ -32,12 +32,6 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(available_cores() + 1, free_memory() // BYTES_OF_A_WORKER, MOST_WORKERS))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the case that takes the longest, or one worker ends with it long after the others."""
-    items.sort(key=lambda item: "test_documented_commands" not in item.nodeid)
-
-
 def repeating_once(run: Callable) -> Callable:
     """`RankPool.run`, which repeats one of all its calls if that call loses a rank."""
     from scripts.rank_pool import RankLost

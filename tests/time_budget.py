@@ -1,10 +1,11 @@
 """A session of tests in a limited time: pytest --minutes 15 --draw SEED
 
 Files come in an order that SEED draws, and a case that has not begun when the minutes are over is skipped; the session
-ends with their number. On a quiet machine all have time, and on a slow one another part of them each time. A case that
-takes minutes (`pytest.mark.begins`) begins the session, or it might begin in its last minute.
+ends with their number. On a quiet machine all have time, and on a slow one another part of them each time. Cases that
+take minutes (`pytest.mark.begins`) begin the session, each on a worker of its own: they might begin in its last minute.
 """
 
+import os
 import random
 import time
 from collections import defaultdict
@@ -30,20 +31,39 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def in_drawn_order(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """The cases by file: first the files that begin, then the others, each in an order that the seed draws."""
+    """The cases by file, in an order of the files that the seed draws."""
     by_file = defaultdict(list)
     for item in items:
         by_file[item.path].append(item)
     files = sorted(by_file)
     random.Random(seed).shuffle(files)
-    files.sort(key=lambda file: not any(item.get_closest_marker("begins") for item in by_file[file]))
     return [item for file in files for item in by_file[file]]
 
 
+def with_beginnings(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The cases in their order, but for those that begin: one after the other, they are the first of a worker's share.
+
+    pytest-xdist (`--dist worksteal`) gives each worker an equal share of the list to begin with.
+    """
+    beginning = [item for item in items if item.get_closest_marker("begins")]
+    ordered = [item for item in items if item not in beginning]
+    starts = []
+    start = 0
+    for left in range(workers, 0, -1):
+        starts.append(start)
+        start += (len(items) - start) // left
+    places = [starts[number % workers] + number // workers for number in range(len(beginning))]
+    for place, item in sorted(zip(places, beginning, strict=True), key=lambda placed: placed[0]):
+        ordered.insert(place, item)
+    return ordered
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw the order."""
+    """Draw the order of the cases that are left."""
     if (seed := config.getoption("draw")) is not None:
         items[:] = in_drawn_order(items, seed)
+    items[:] = with_beginnings(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 @pytest.hookimpl(tryfirst=True)

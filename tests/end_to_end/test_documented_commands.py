@@ -304,6 +304,8 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/plan.py --config mixtral_8x7b.toml",
     "python -m tests.scale.saves",
     "python -m tests.scale.start",
+    "python -m tests.window_costs",
+    "python -m tests.loader_speed",
     "python scripts/parity.py --random",
     "python scripts/parity.py --exact",
 )
@@ -669,15 +671,24 @@ def try_file(block: Block, clone: Path, number: int) -> None:
     run(command.format(job=file.name, program=file.name), clone, block.place)
 
 
+ALONE = ("exactness.md", "families.md", "optimizers.md", "own_models.md", "performance.md", "recipes.md")
+"""Pages whose commands need nothing that those of other pages have made."""
+
+
 @pytest.mark.slow
 @pytest.mark.begins
 def test_everything_that_is_documented_works(tmp_path: Path):
-    try_all(tmp_path, lambda block: not block.place.startswith("docs/recipes.md"))
+    try_all(tmp_path, lambda block: not is_alone(block))
 
 
 @pytest.mark.slow
-def test_the_recipes(tmp_path: Path):
-    try_all(tmp_path, lambda block: block.place.startswith("docs/recipes.md"))
+@pytest.mark.begins
+def test_pages_that_stand_alone(tmp_path: Path):
+    try_all(tmp_path, is_alone)
+
+
+def is_alone(block: Block) -> bool:
+    return block.place.removeprefix("docs/").startswith(ALONE)
 
 
 def try_all(folder: Path, wanted: Callable[[Block], bool]) -> None:

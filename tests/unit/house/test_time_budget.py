@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.conftest import ROOT
-from tests.time_budget import in_drawn_order
+from tests.time_budget import in_drawn_order, with_beginnings
 
 CASES = """
 import time
@@ -32,13 +34,18 @@ def test_what_has_no_time_is_skipped_and_counted(tmp_path):
     assert f"{skipped} cases were skipped, since their session had no time left (--minutes 0.01)" in printed
 
 
-def drawn(seed, begins=()):
-    """Names of the files of twelve cases, two of each, in the order that a seed draws."""
-    items = [
-        SimpleNamespace(path=Path(f"test_{name}.py"), get_closest_marker=lambda _, name=name: name in begins)
-        for name in "abcdef" * 2
+def cases(names):
+    """A case for each letter, of the file with that name; those in capitals begin."""
+    return [
+        SimpleNamespace(
+            path=Path(f"test_{name.lower()}.py"), name=name, get_closest_marker=lambda _, n=name: n.isupper()
+        )
+        for name in names
     ]
-    return "".join(item.path.stem[-1] for item in in_drawn_order(items, seed))
+
+
+def drawn(seed):
+    return "".join(item.name for item in in_drawn_order(cases("abcdef" * 2), seed))
 
 
 def test_a_seed_draws_the_order_of_files():
@@ -48,7 +55,17 @@ def test_a_seed_draws_the_order_of_files():
     assert sorted(drawn(1)) == sorted(drawn(2)) == list("aabbccddeeff")
 
 
-def test_what_takes_minutes_begins():
-    orders = {drawn(seed, begins="d") for seed in range(4)}
-    assert all(order.startswith("dd") for order in orders)
-    assert len(orders) > 1
+@pytest.mark.parametrize(
+    ("names", "workers", "expected"),
+    [
+        ("abcd", 2, "abcd"),
+        ("abXcd", 1, "Xabcd"),
+        ("abXcYd", 1, "XYabcd"),
+        ("abXcYd", 2, "XabYcd"),  # shares of three
+        ("abXcYde", 2, "XabYcde"),  # of three and four
+        ("XYabZ", 2, "XZYab"),
+        ("X", 3, "X"),
+    ],
+)
+def test_what_takes_minutes_begins_on_workers_of_their_own(names, workers, expected):
+    assert "".join(item.name for item in with_beginnings(cases(names), workers)) == expected
