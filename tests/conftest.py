@@ -27,6 +27,12 @@ MOST_WORKERS = 9
 """With more, the longest cases decide when the session ends."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide this machine's GPUs, which are fewer than some cases have ranks, from sessions that are not about them."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """A worker for each core and one more, since many cases wait; as many as there is memory for, with their ranks."""
     return max(1, min(available_cores() + 1, free_memory() // BYTES_OF_A_WORKER, MOST_WORKERS))

@@ -25,7 +25,7 @@
 
 #include "driver_types.h"
 
-enum { SUCCESS = 0, OUT_OF_MEMORY = 2, INSUFFICIENT_DRIVER = 35, NOT_SUPPORTED = 801 };
+enum { SUCCESS = 0, OUT_OF_MEMORY = 2, INSUFFICIENT_DRIVER = 35, NO_DEVICE = 100, NOT_SUPPORTED = 801 };
 static const size_t DEVICE_BYTES = (size_t)143771 << 20; /* of an H200, as nvidia-smi shows it */
 static const size_t PAGE = 4096, ALIGNMENT = (size_t)2 << 20;
 
@@ -271,7 +271,8 @@ static __thread int current_device;
 enum { RUNTIME_VERSION = 13000 };
 
 static int n_devices(void) {
-    const char *wanted = getenv("KEEL_NULL_GPUS");
+    const char *wanted = getenv("KEEL_NULL_GPUS"), *visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (visible && !*visible) return 0;
     return wanted ? atoi(wanted) : 1;
 }
 
@@ -282,7 +283,8 @@ static int driver_version(void) {
 
 int cudaGetDeviceCount(int *count) {
     if (driver_version() < RUNTIME_VERSION) return INSUFFICIENT_DRIVER;
-    return *count = n_devices(), SUCCESS;
+    *count = n_devices();
+    return *count ? SUCCESS : NO_DEVICE;
 }
 int cudaGetDevice(int *device) { return *device = current_device, SUCCESS; }
 int cudaSetDevice(int device) { return current_device = device, SUCCESS; }

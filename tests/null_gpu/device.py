@@ -59,6 +59,7 @@ def environment(devices: int = 1) -> dict[str, str]:
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(built.parent), os.environ.get("LD_LIBRARY_PATH")))),
         "TRITON_LIBCUDA_PATH": str(built.parent),
         "KEEL_NULL_GPUS": str(devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),  # a session of tests hides the machine's own
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN calls the driver past this library; FlashAttention is torch's
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as every command of Keel's has it
