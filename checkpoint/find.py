@@ -42,14 +42,6 @@ def find_checkpoint(source: Path, step: int | None = None) -> Path:
     return found
 
 
-def newest_of(folder: Path) -> Path:
-    """The newest checkpoint of a run in `folder`; if there is none, `folder` itself."""
-    try:
-        return find_checkpoint(folder)
-    except UserError:
-        return folder
-
-
 def find_model(source: Path, step: int | None = None) -> Path:
     """The checkpoint or Hugging Face folder that `source` names; of a run, the checkpoint of `step`, or the newest.
 
@@ -66,9 +58,8 @@ def _find(source: Path, step: int | None, may_be_hf: bool) -> Path:
     if is_model:
         return source
     if not source.is_dir():
-        what = "not a folder" if source.exists() else "no such folder"
         kinds = ", a checkpoint or a Hugging Face folder" if may_be_hf else " or a checkpoint"
-        raise UserError(f"{whole(source)}: {what}; name a run (runs/debug){kinds}")
+        raise UserError(f"{whole(source)}: {_missing(source)}; name a run (runs/debug){kinds}")
     root = source if source.name == "checkpoints" else source / "checkpoints"
     steps = steps_in(root)
     if not steps and not root.is_dir() and not (source / "config.toml").exists():
@@ -87,9 +78,14 @@ def _find(source: Path, step: int | None, may_be_hf: bool) -> Path:
 def require_run(folder: Path) -> None:
     """Raise UserError if `folder` is not a run's."""
     if not folder.is_dir():
-        raise UserError(f"{whole(folder)}: no such folder; name a run folder, such as runs/debug")
+        raise UserError(f"{whole(folder)}: {_missing(folder)}; name a run folder, such as runs/debug")
     if not (folder / "config.toml").is_file():
         raise UserError(f"{whole(folder)} is not a run folder: it has no config.toml{_runs_said(folder)}")
+
+
+def _missing(folder: Path) -> str:
+    """What is wrong with a path that is no folder, for a message."""
+    return "not a folder" if folder.exists() else "no such folder"
 
 
 def _runs_said(folder: Path) -> str:

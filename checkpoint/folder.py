@@ -8,11 +8,12 @@ earlier step, or starts from scratch, the later steps belong to an abandoned lin
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import manifest as manifests
-from checkpoint.find import newest_of
+from checkpoint.find import find_checkpoint
 from checkpoint.manifest import step_folder, steps_in
 from checkpoint.storage import remove_unfinished
 from configs.errors import ConfigError, UserError
@@ -76,9 +77,10 @@ def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
     if isinstance(load, int):
         return step_folder(root, load), load
     folder = standing_for(load)
-    newest = newest_of(folder)
-    if newest != folder:
-        return newest, 0
+    with suppress(UserError):
+        newest = find_checkpoint(folder)
+        if newest != folder:
+            return newest, 0
     try:
         step = manifests.read_manifest(folder).step
         is_import = not manifests.read_trainer_state(folder)

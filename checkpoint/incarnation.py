@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from configs.files import synced, write_atomically
+from configs.files import insist, synced, write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 
 FOLDER = "incarnations"
@@ -48,10 +48,6 @@ class Incarnation:
     folder: Path
     """`incarnations/` of the run folder."""
     number: int
-
-    @property
-    def _file(self) -> Path:
-        return _file(self.folder, self.number)
 
     @property
     def mark(self) -> str:
@@ -101,9 +97,9 @@ class Incarnation:
             Superseded: a newer launch has taken the run over.
             OSError: the file system refuses.
         """
-        self.require_current()
+        insist(self.require_current)
         facts = facts_of(self.folder, self.number) | {"began": step}
-        write_atomically(self._file, [json.dumps(facts) + "\n"])
+        insist(lambda: write_atomically(_file(self.folder, self.number), [json.dumps(facts) + "\n"]))
 
     def show_life(self) -> None:
         """Renew the time of its file, by which another launch sees that this one is alive.
@@ -111,7 +107,7 @@ class Incarnation:
         Raises:
             OSError: the file system refuses.
         """
-        os.utime(self._file)
+        os.utime(_file(self.folder, self.number))
 
 
 class Alone:

@@ -211,28 +211,18 @@ Put = Callable[[str], AbstractContextManager[HashedFile]]
 """Opens a file of the checkpoint by its name, for writing."""
 
 
-def put_index(put: Put, metadata: Metadata) -> dict[str, FileEntry]:
-    """Put the index of what one process has written, as Keel and as torch's own tools read it; returns the files."""
-    return _put(put, {INDEX_NAME: index_text(metadata), METADATA_NAME: text_for_torch(metadata)})
-
-
-def put_directory(put: Put, directory: Directory, metadata: Metadata | None) -> dict[str, FileEntry]:
-    """Put what stands beside the ranks' own indexes: the directory and, for torch's own tools, all in one.
+def put_index(put: Put, index: bytes, metadata: Metadata | None) -> dict[str, FileEntry]:
+    """Put the index as Keel and as torch's own tools read it; returns the files.
 
     Args:
         put: opens a file.
-        directory: where the parts are.
-        metadata: the same as DCP's class, with the places; None: it would take too long.
+        index: the content of index.json.
+        metadata: where all parts are, as DCP's class; None: writing it would take too long.
     """
-    contents = {INDEX_NAME: directory.text()}
-    if metadata is not None:
-        contents[METADATA_NAME] = text_for_torch(metadata)
-    return _put(put, contents)
-
-
-def _put(put: Put, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
     files = {}
-    for name, content in contents.items():
+    for name, content in ((INDEX_NAME, index), (METADATA_NAME, metadata and text_for_torch(metadata))):
+        if content is None:
+            continue
         with put(name) as file:
             file.write(content)
         files[name] = file.entry()

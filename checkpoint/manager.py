@@ -27,7 +27,6 @@ from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.bucket import errors_for_user
-from checkpoint.consensus import Vote
 from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.lock import BeingRead
 from checkpoint.manifest import MANIFEST_NAME, Damaged, FileEntry, Manifest, Origin, RunChange, manifest_of
@@ -35,10 +34,11 @@ from checkpoint.plan import Plans
 from checkpoint.reader import Description, Found, Log, Reader, TrainerState
 from checkpoint.shards import Shard, State, shards_of
 from checkpoint.staging import Stager, hashes, require_unchanged, too_little_memory
-from checkpoint.storage import FolderStorage, Storage, commit
+from checkpoint.storage import FolderStorage, commit
 from checkpoint.store import SaveFailed, save_failed
 from checkpoint.verify import content_damages
 from configs.errors import UserError
+from configs.files import insist
 from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_rank_zero
 
@@ -74,6 +74,20 @@ class _Save:
     result: "Future[Saved]" = field(default_factory=Future)
 
 
+class _Vote:
+    """Whether a save has finished on all ranks, asked while they train: the answer arrives a step later."""
+
+    def __init__(self, yes: bool) -> None:
+        self._votes = torch.tensor(int(yes))
+        self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MIN, async_op=True)
+
+    def is_unanimous(self) -> bool:
+        """Whether all ranks voted yes; waits for the last vote."""
+        assert self._work is not None
+        self._work.wait()
+        return bool(self._votes)
+
+
 class CheckpointManager:
     """Saves, loads and prunes the checkpoints of one run.
 
@@ -91,7 +105,7 @@ class CheckpointManager:
         run: Description,
         log: Log,
         incarnation: Incarnation | None = None,
-        storage: Storage | None = None,
+        storage: FolderStorage | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -109,7 +123,7 @@ class CheckpointManager:
         self._run = replace(run, config=json.loads(json.dumps(run.config)))
         self._log = log if dist.get_rank() == 0 else Log()
         self._incarnation = incarnation or Alone()
-        self._storage: Storage = storage or FolderStorage(self._incarnation.mark)
+        self._storage: FolderStorage = storage or FolderStorage(self._incarnation.mark)
         # Its own process group: the thread that writes must not share one with the main thread, or collectives would
         # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
@@ -118,7 +132,7 @@ class CheckpointManager:
         self._plans = Plans()
         self._mode = settings.mode
         self._pending: _Save | None = None
-        self._vote: Vote | None = None
+        self._vote: _Vote | None = None
         self._found: Found | None = None
         """The checkpoint that the run continues."""
         self._run_id = ""
@@ -234,7 +248,7 @@ class CheckpointManager:
             SaveFailed: as in `save`.
         """
         self.wait()
-        return on_rank_zero(self._group, lambda: step in self._storage.list(self._folder))
+        return on_rank_zero(self._group, lambda: step in insist(lambda: manifests.steps_in(self._folder)))
 
     @errors_for_user()
     def rewind(self, step: int, state: State) -> TrainerState:
@@ -457,7 +471,7 @@ class CheckpointManager:
         if self._vote is not None and self._vote.is_unanimous():
             self.wait()
         else:
-            self._vote = Vote(self._pending.result.done())
+            self._vote = _Vote(self._pending.result.done())
 
     def wait(self) -> None:
         """Wait until no save is in progress.

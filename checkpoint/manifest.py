@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from configs.errors import UserError
 from configs.run_stages import in_effect
-from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, require_64_bits
+from configs.untrusted import MAX_JSON_BYTES, first_fault, parse_json, printable, read_file, require_64_bits
 
 FORMAT_VERSION = 3
 """Since 3, each rank has an index of its own (`checkpoint.index`)."""
@@ -157,9 +157,7 @@ def readable(folder: Path, name: str) -> Iterator[None]:
     except OSError as error:
         raise damaged(folder, f"{name} can't be read: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise damaged(folder, f"{name} can't be read: {place}: {first['msg']}") from None
+        raise damaged(folder, f"{name} can't be read: {first_fault(error)}") from None
     except ValueError as error:
         raise damaged(folder, f"{name} can't be read: {error}") from None
 

@@ -276,8 +276,6 @@ class Plans:
 
     _last: Plan | None = None
     _made_for: list[Any] = field(default_factory=list)
-    made: int = 0
-    """How many plans were made."""
 
     @staticmethod
     def described(shards: Mapping[str, Shard]) -> list[Any]:
@@ -293,7 +291,6 @@ class Plans:
         if self._last is None or not serves:
             self._last = planned(shards, group)
             self._made_for = made_for
-            self.made += 1
         return self._last
 
 

@@ -24,7 +24,7 @@ from checkpoint.index import metadata_of, read_index, read_metadata
 from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
 from checkpoint.reproducibility import CODE, changed_settings, changed_surroundings
 from checkpoint.shards import State, shards_of
-from checkpoint.storage import Storage
+from checkpoint.storage import FolderStorage
 from checkpoint.tensor_stream import entry_of
 from checkpoint.verify import content_damages
 from configs.errors import ConfigError, listed
@@ -237,12 +237,12 @@ class Reader:
         self._fill(storage, found, weights, lambda name, saved: saved.is_floating_point)
         self.log.line(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
 
-    def _verified(self, found: Found) -> Storage:
+    def _verified(self, found: Found) -> FolderStorage:
         """Where the checkpoint is, once what describes it is on each host, and every file is as it was written."""
         files = found.manifest.files
         started = time.perf_counter()
         told = on_rank_zero(self.group, lambda: place_told(found.folder))
-        opened: list[Storage] = []
+        opened: list[FolderStorage] = []
         on_each_rank(self.group, lambda: opened.append(storage_of(found.folder, files, told)))
         if problems := content_damages(opened[0], found.folder, files, self.group):
             raise damaged(found.folder, "; ".join(problems))
@@ -287,7 +287,7 @@ class Reader:
             say(f"from here on, the bits of this run {verb} differ from those of an uninterrupted one: {lines}")
 
     def _fill(
-        self, storage: Storage, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]
+        self, storage: FolderStorage, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]
     ) -> None:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 

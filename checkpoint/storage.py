@@ -11,10 +11,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import xxhash
 
@@ -28,7 +28,6 @@ from checkpoint.manifest import (
     content_damage,
     read_manifest,
     sealed,
-    steps_in,
 )
 from configs.errors import UserError
 from configs.files import sync_folder, synced
@@ -59,12 +58,16 @@ class HashedFile:
         return FileEntry(self._size, self._hash.hexdigest())
 
 
-class Storage(Protocol):
-    """What Keel asks of a place for checkpoints. Every error of the place is an OSError.
+class FolderStorage:
+    """A place for checkpoints: folders of a file system that all ranks see. Every error of the place is an OSError.
 
     A checkpoint's path is `root/step-00000100`, whatever stands behind it. Its files are put one by one, by all ranks,
     and count for nothing until one process commits them. What was committed never changes; it may be removed.
     """
+
+    def __init__(self, mark: str = "") -> None:
+        """`mark`: of this launch, in the names of its unfinished checkpoints."""
+        self._mark = mark
 
     def begin(self, checkpoint: Path) -> Path:
         """Prepare to put the files of a new checkpoint, and remove what a failed save of it has left behind.
@@ -72,47 +75,6 @@ class Storage(Protocol):
         Returns:
             The path under which they are put until they are committed.
         """
-
-    def put(self, file: Path) -> AbstractContextManager[HashedFile]:
-        """Open a new file for writing; at the end of the block it is complete and survives a power cut."""
-
-    def commit(self, unfinished: Path, checkpoint: Path) -> None:
-        """Let the files under `unfinished`, of which the manifest was put last, appear as `checkpoint`, all at once.
-
-        They may have appeared in spite of an error.
-        """
-
-    def discard(self, unfinished: Path) -> None:
-        """Remove the files of a checkpoint that is not going to be committed, as far as possible."""
-
-    def list(self, root: Path) -> list[int]:
-        """The steps of the checkpoints that were committed, in order; none if `root` does not exist."""
-
-    def open(self, file: Path) -> IO[bytes]:
-        """Open a file for reading at any position."""
-
-    def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
-        """Describe what is wrong with a file, before its tensors are read or after they were put; None: nothing."""
-
-    def room(self, folder: Path) -> int | None:
-        """How many bytes still fit there; None if nobody knows."""
-
-    def remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint, so that a crash midway leaves no part of it under its name.
-
-        Raises:
-            BeingRead: somebody reads it.
-        """
-
-
-class FolderStorage:
-    """Folders of a file system that all ranks see."""
-
-    def __init__(self, mark: str = "") -> None:
-        """`mark`: of this launch, in the names of its unfinished checkpoints."""
-        self._mark = mark
-
-    def begin(self, checkpoint: Path) -> Path:
         unfinished = checkpoint.with_name(checkpoint.name + self._mark + UNFINISHED)
         if os.path.lexists(unfinished):
             _remove_tree(unfinished)
@@ -121,35 +83,47 @@ class FolderStorage:
 
     @contextmanager
     def put(self, file: Path) -> Generator[HashedFile, None, None]:
+        """Open a new file for writing; at the end of the block it is complete and survives a power cut."""
         with synced(file) as stream:
             yield HashedFile(stream)
 
     def commit(self, unfinished: Path, checkpoint: Path) -> None:
+        """Let the files under `unfinished`, of which the manifest was put last, appear as `checkpoint`, all at once.
+
+        They may have appeared in spite of an error.
+        """
         sync_folder(unfinished)
         unfinished.rename(checkpoint)
         sync_folder(checkpoint.parent)
 
     def discard(self, unfinished: Path) -> None:
+        """Remove the files of a checkpoint that is not going to be committed, as far as possible."""
         shutil.rmtree(unfinished, ignore_errors=True)
 
-    def list(self, root: Path) -> list[int]:
-        return steps_in(root)
-
     def open(self, file: Path) -> IO[bytes]:
+        """Open a file for reading at any position."""
         return file.open("rb")
 
     def damage(self, checkpoint: Path, name: str, entry: FileEntry) -> str | None:
-        """Read the whole file, and compare its hash."""
+        """Describe what is wrong with a file, before its tensors are read or after they were put; None: nothing.
+
+        Here the whole file is read, and its hash compared.
+        """
         return content_damage(checkpoint, name, entry)
 
     def room(self, folder: Path) -> int | None:
+        """How many bytes still fit there; None if nobody knows."""
         try:
             return shutil.disk_usage(folder).free
         except OSError:
             return None
 
     def remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint, or a folder of them."""
+        """Remove a checkpoint, or a folder of them, so that a crash midway leaves no part of it under its name.
+
+        Raises:
+            BeingRead: somebody reads it.
+        """
         with not_being_read(checkpoint):
             doomed = checkpoint.with_name(checkpoint.name + _REMOVED)
             checkpoint.rename(doomed)
@@ -161,7 +135,7 @@ class FolderStorage:
 
 
 def commit(
-    storage: Storage,
+    storage: FolderStorage,
     unfinished: Path,
     checkpoint: Path,
     draft: Manifest,
@@ -177,7 +151,7 @@ def commit(
 
     Args:
         storage: the place.
-        unfinished: the path of the files, from `Storage.begin`.
+        unfinished: the path of the files, from `FolderStorage.begin`.
         checkpoint: the checkpoint's path.
         draft: the manifest without its files.
         files: the files that the ranks have put.

@@ -15,7 +15,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from checkpoint.bucket import BucketError
 from checkpoint.compare import described
 from checkpoint.frame import TensorFile
-from checkpoint.index import MOST_PARTS, complete_metadata, index_of, places_text, put_directory, put_index
+from checkpoint.index import MOST_PARTS, complete_metadata, index_of, index_text, places_text, put_index
 from checkpoint.manifest import Damaged, FileEntry, damaged
-from checkpoint.plan import Plan, Plans, file_of
+from checkpoint.plan import Plans, file_of
 from checkpoint.shards import Shard
-from checkpoint.storage import HashedFile, Storage
+from checkpoint.storage import FolderStorage, HashedFile
 from checkpoint.tensor_stream import entry_of, require_stored
 from configs.errors import OutageError, UserError, listed
 from parallelisms.ranks import Json, error_as_json, error_of, gather, on_rank_zero
@@ -88,11 +88,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def write(
-    storage: Storage,
-    folder: Path,
-    shards: Mapping[str, Shard],
-    group: dist.ProcessGroup,
-    plans: Plans | None = None,
+    storage: FolderStorage, folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup, plans: Plans
 ) -> dict[str, FileEntry]:
     """Put every rank's shards, and their index, into the unfinished checkpoint `folder`; all ranks must call it.
 
@@ -101,7 +97,7 @@ def write(
         folder: the unfinished checkpoint.
         shards: this rank's.
         group: all ranks.
-        plans: keeps the plan for the next save; None: it is made for this one.
+        plans: keeps the plan for the next save.
 
     Returns:
         All files put, by any rank, with their sizes and hashes.
@@ -109,7 +105,7 @@ def write(
     Raises:
         SaveFailed: a rank could not write. All ranks raise it.
     """
-    plan = (plans or Plans()).plan(shards, group)
+    plan = plans.plan(shards, group)
     rank = dist.get_rank(group)
     n_parts = plan.directory.n_parts
     is_whole = dist.get_world_size(group) == 1 and n_parts <= MOST_PARTS
@@ -135,74 +131,29 @@ def write(
     # What each rank has put, or why it could not.
     by_rank = gather(told, group)
     n_bytes = sum(of_rank for _, of_rank, *_ in by_rank)
-    _raise_failures(storage, [error for error, *_ in by_rank], folder, n_bytes, failure, group)
-    found = {name: FileEntry(*entry) for _, _, entries, _ in by_rank for name, entry in entries.items()}
-    places_by_rank = [places for *_, places in by_rank]
-    return found | _put_index(files, folder, plan, places_by_rank, is_whole, group)
-
-
-def _raise_failures(
-    storage: Storage,
-    told: Sequence[Any],
-    folder: Path,
-    n_bytes: int,
-    own: Exception | None,
-    group: dist.ProcessGroup,
-) -> None:
-    """Raise SaveFailed if ranks could not write, or RuntimeError if one failed otherwise; the same on all ranks.
-
-    Args:
-        storage: where the checkpoint is.
-        told: each rank's error, as `error_as_json` has it; None: it has written.
-        folder: the unfinished checkpoint.
-        n_bytes: of all ranks' tensors.
-        own: this rank's error.
-        group: all ranks.
-    """
-    failures = {rank: error_of(error) for rank, error in enumerate(told) if error is not None}
-    if not failures:
-        return
+    failures = {rank: error_of(error) for rank, (error, *_) in enumerate(by_rank) if error is not None}
     reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures.items())
     if not all(isinstance(error, OSError) for error in failures.values()):
-        raise RuntimeError(f"writing {folder} failed: {reasons}") from own
-    # The free space is measured once, so that all ranks say the same.
-    raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(storage, folder, reasons, n_bytes)))) from None
-
-
-def _put_index(
-    files: "_Files", folder: Path, plan: Plan, places: list[Any], is_whole: bool, group: dist.ProcessGroup
-) -> dict[str, FileEntry]:
-    """Put the index of all ranks, on the first one; returns its files on all.
-
-    Args:
-        files: the storage's.
-        folder: the unfinished checkpoint.
-        plan: the plan of the save.
-        places: the content of each rank's index; None: there are too many parts for `.metadata`.
-        is_whole: whether there is but one rank, without an index of its own.
-        group: all ranks.
-    """
-
-    def opened(name: str) -> AbstractContextManager[HashedFile]:
-        return files.put(folder / name)
+        raise RuntimeError(f"writing {folder} failed: {reasons}") from failure
+    if failures:  # the free space is measured once, so that all ranks say the same
+        raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(storage, folder, reasons, n_bytes)))) from None
 
     def put() -> Json:
-        metadata = None if None in places else complete_metadata(plan.directory, places)
+        metadata = complete_metadata(plan.directory, [each for *_, each in by_rank]) if n_parts <= MOST_PARTS else None
+        index = index_text(metadata) if is_whole and metadata else plan.directory.text()
         try:
-            if is_whole and metadata is not None:
-                entries = put_index(opened, metadata)
-            else:
-                entries = put_directory(opened, plan.directory, metadata)
+            entries = put_index(lambda name: files.put(folder / name), index, metadata)
         except OSError as error:
-            raise save_failed(files.storage, folder, f"rank 0: {error}") from None
+            raise save_failed(storage, folder, f"rank 0: {error}") from None
         return {name: [entry.size, entry.xxh3] for name, entry in entries.items()}
 
-    # The first rank puts it, and measures the free space if it can't.
-    entries = on_rank_zero(group, put)
-    return {name: FileEntry(*entry) for name, entry in entries.items()}
+    # The first rank puts the index of all, and measures the free space if it can't.
+    of_index = on_rank_zero(group, put)
+    all_entries = [*(entries for _, _, entries, _ in by_rank), of_index]
+    return {name: FileEntry(*entry) for entries in all_entries for name, entry in entries.items()}
 
 
-def save_failed(storage: Storage, folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
+def save_failed(storage: FolderStorage, folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
     """Create the error for a checkpoint of `n_bytes` that could not be written to `folder`."""
     if not folder.parent.is_dir():
         return SaveFailed(f"checkpoint {folder.stem} could not be written: the folder {folder.parent} is gone")
@@ -214,7 +165,7 @@ def save_failed(storage: Storage, folder: Path, reason: object, n_bytes: int | N
 
 
 def read(
-    storage: Storage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup
+    storage: FolderStorage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup
 ) -> None:
     """Fill `shards` in place from the checkpoint in `folder`, whatever sharding it was written with.
 
@@ -245,7 +196,7 @@ def read(
         raise damaged(folder, "; ".join(reason for reason, _ in failures)) from failure
 
 
-def _read_shards(storage: Storage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard]) -> None:
+def _read_shards(storage: FolderStorage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard]) -> None:
     reader = _Reader(storage, folder)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(shards), metadata, is_coordinator=True)
@@ -334,7 +285,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Reader(dcp.FileSystemReader):
-    def __init__(self, storage: Storage, folder: Path) -> None:
+    def __init__(self, storage: FolderStorage, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _Files(storage)
 
@@ -348,7 +299,7 @@ class _Reader(dcp.FileSystemReader):
 class _Files(FileSystem):
     """A storage's files: as DCP reads them, and put with errors that name the file."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: FolderStorage) -> None:
         super().__init__()
         self.storage = storage
         self.files: dict[str, FileEntry] = {}

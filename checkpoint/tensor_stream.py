@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from checkpoint.frame import TensorFile
-from checkpoint.index import put_index
+from checkpoint.index import index_text, put_index
 from checkpoint.manifest import FileEntry, damaged
-from checkpoint.storage import Storage
+from checkpoint.storage import FolderStorage
 
 _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
@@ -122,7 +122,7 @@ def require_stored(file: IO[bytes]) -> None:
     file.seek(0)
 
 
-def write_tensors(storage: Storage, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
+def write_tensors(storage: FolderStorage, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
     """Put tensors into an unfinished checkpoint, as one rank would by torch.distributed.checkpoint, one at a time.
 
     DCP itself holds all tensors of a file until the file is complete.
@@ -149,7 +149,7 @@ def write_tensors(storage: Storage, folder: Path, tensors: Iterable[tuple[str, T
             index.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
             index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(FILE_NAME, start, length)
             del tensor  # otherwise it would be alive while the next one is created
-    return {FILE_NAME: file.entry()} | put_index(lambda name: storage.put(folder / name), index)
+    return {FILE_NAME: file.entry()} | put_index(lambda name: storage.put(folder / name), index_text(index), index)
 
 
 def n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint.index import files_of
 from checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
-from checkpoint.storage import Storage
+from checkpoint.storage import FolderStorage
 from parallelisms.ranks import gather, on_each_rank
 
 
 def content_damages(
-    storage: Storage, folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup
+    storage: FolderStorage, folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup
 ) -> list[str]:
-    """Look what is wrong with `files` in `folder`, by `Storage.damage`; all ranks of `group` must call it.
+    """Look what is wrong with `files` in `folder`, by `FolderStorage.damage`; all ranks of `group` must call it.
 
     Returns:
         One line for every damaged file, with its name; the same on all ranks.

@@ -133,7 +133,17 @@ def answer(
     """
     if command.action == "run":
         return False
-    text = _answer(command, environment, chooser, check_names, stages)
+    if command.action == "help":
+        text = help_text(min(shutil.get_terminal_size().columns, 100))
+    else:
+        world_size = _world_size(environment)
+        loaded = load(command.config, command.overrides, world_size)
+        if command.action == "validate":
+            if any(_has_names(job.config) for job in loaded.jobs):
+                check_names(loaded)
+            text = _report(loaded, world_size, chooser, stages)
+        else:
+            text = loaded.to_toml(with_origins=True)
     if environment.get("RANK", "0") == "0":
         _print(text)
     return True
@@ -169,21 +179,10 @@ def _print(text: str) -> None:
             raise cannot_print(error) from None
 
 
-def _answer(
-    command: CommandLine,
-    environment: Mapping[str, str],
-    chooser: Chooser,
-    check_names: NamesCheck,
-    stages: Callable[[LoadedConfig], str],
+def _report(
+    loaded: LoadedConfig, world_size: int | None, chooser: Chooser, stages: Callable[[LoadedConfig], str]
 ) -> str:
-    if command.action == "help":
-        return help_text(min(shutil.get_terminal_size().columns, 100))
-    world_size = _world_size(environment)
-    loaded = load(command.config, command.overrides, world_size)
-    if command.action == "print_config":
-        return loaded.to_toml(with_origins=True)
-    if any(_has_names(job.config) for job in loaded.jobs):
-        check_names(loaded)
+    """The text of `--validate`."""
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     idle = "".join(f"warning: {line}\n" for line in (*loaded.warnings, *without_effect(loaded.config)))
     by_size = [stage.config for stage in largest_first(loaded.stages, loaded.config.training.steps)]

@@ -14,22 +14,49 @@ import os
 import shutil
 import stat
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 KEPT_BYTES = 16 << 20
 """Bytes that an `AppendedFile` keeps in memory while the disk refuses: about 50,000 lines of metrics."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk without room."""
+_PAUSES = (0.1, 0.3, 1.0, 2.0)
+"""Seconds before further attempts; the launcher of a run that ends may soon kill it."""
+Result = TypeVar("Result")
 _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
 
 def whole(path: str | Path) -> str:
     """Write a path as messages about a missing file show it: absolute, so that one sees where Keel looked."""
     return os.path.abspath(path)  # unlike resolve(), it keeps the names of symbolic links
+
+
+def insist(
+    action: Callable[[], Result],
+    passes: Callable[[OSError], bool] = lambda error: error.errno in (errno.EIO, errno.ESTALE),
+) -> Result:
+    """Do again for a few seconds what a disk, such as one that hosts share, refuses for a moment.
+
+    Args:
+        action: may be called several times.
+        passes: whether an error of it may pass; any other is raised at once.
+
+    Raises:
+        OSError: the disk still refuses.
+    """
+    for pause in _PAUSES:
+        try:
+            return action()
+        except OSError as error:
+            if not passes(error):
+                raise
+        time.sleep(pause)
+    return action()
 
 
 # --------------------------------------------------------------------------- plain files

@@ -93,13 +93,8 @@ def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
 
 
 def _text(key: str, text: str) -> Iterator[Missing]:
-    if not Path(text).exists() and not _matches(text):
+    if not Path(text).exists() and not (has_magic(text) and any(iglob(text, recursive=True))):
         yield key, f'names "{text}": no such file or folder: {whole(text)}'
-
-
-def _matches(pattern: str) -> bool:
-    """Whether a glob pattern matches anything."""
-    return has_magic(pattern) and next(iglob(pattern, recursive=True), None) is not None
 
 
 def _has_any(folder: Path, pattern: str) -> bool:

@@ -98,11 +98,6 @@ def steps_of_stages(stages: Sequence[RunStage], steps: int) -> list[int]:
     return [max(0, min(end, steps) - stage.border.after) for stage, end in zip(stages, ends, strict=True)]
 
 
-def largest(stages: Sequence[RunStage], steps: int) -> RunStage:
-    """The stage of a run of `steps` steps that has the most tokens in a micro-batch."""
-    return largest_first(stages, steps)[0]
-
-
 def largest_first(stages: Sequence[RunStage], steps: int) -> list[RunStage]:
     """The stages that a run of `steps` steps trains, or the first, those with the most tokens in a micro-batch first.
 
@@ -217,15 +212,11 @@ def check_stages(stages: Sequence[dict[str, Any]]) -> Iterator[Problem]:
         if not changed:
             yield key, f"this stage changes nothing; it may set {', '.join(CHANGEABLE)}"
         for path in changed:
-            if find(path) and not _may_change(path):
+            if find(path) and not any(f"{dotted(path)}.".startswith(f"{name}.") for name in CHANGEABLE):
                 yield (
                     f"{key}.{dotted(path)}",
                     f"{dotted(path)} is the same in the whole run; a stage may set {', '.join(CHANGEABLE)}",
                 )
-
-
-def _may_change(path: KeyPath) -> bool:
-    return any(f"{dotted(path)}.".startswith(f"{name}.") for name in CHANGEABLE)
 
 
 def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:

@@ -123,11 +123,6 @@ def _mean_mixed(model: AnyModel, seq_len: int) -> int:
     return int(sum(mixed_elements(model, layer, seq_len) for layer in range(model.n_layers))) // model.n_layers
 
 
-def fewest_micro_batches(config: Config) -> int:
-    """The minimum number of micro-batches per step for the schedule."""
-    return config.mesh.pp if config.pipeline.schedule == "1f1b" else 1
-
-
 def check_micro_batches(config: Config, micro_batches: int) -> None:
     """Check that the schedule can run this many micro-batches per step.
 
@@ -136,7 +131,7 @@ def check_micro_batches(config: Config, micro_batches: int) -> None:
     """
     ranks = config.mesh.pp
     batches = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
-    if micro_batches < fewest_micro_batches(config):
+    if config.pipeline.schedule == "1f1b" and micro_batches < ranks:
         raise ConfigError(f'{batches} are too few for schedule "1f1b", which needs one for each of pp {ranks} stages')
     rounds = max(1, micro_batches // ranks)
     if config.pipeline.schedule == "interleaved_1f1b" and micro_batches % rounds:

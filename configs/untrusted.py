@@ -12,7 +12,10 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_JSON_BYTES = 32 << 20
 """Maximum size of a JSON file; the largest in use, indexes of the largest Hugging Face models, have 10 MB."""
@@ -42,6 +45,12 @@ def read_file(path: Path, max_bytes: int) -> bytes:
                 errno.EFBIG, f"its {status.st_size:,} bytes are more than the {max_bytes:,} allowed", str(path)
             )
         return file.read(status.st_size)  # read() allocates as many bytes as requested
+
+
+def first_fault(error: "ValidationError", *outside: str) -> str:
+    """The first thing that pydantic found wrong: its place, inside of the keys `outside`, and a message."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, (*outside, *first['loc'])))}: {first['msg']}"
 
 
 def link_out_of(path: Path) -> str | None:

@@ -9,7 +9,6 @@ says what it measures. `benchmark.py COMMAND --help` lists the options of a comm
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +19,9 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError
+from configs.files import write_json
 from configs.load import find_job_file
-from scripts.command import add_job_argument, end, job_of, positive, run_command, without_overrides
+from scripts.command import add_job_argument, end, job_of, positive, require_places, run_command, without_overrides
 from trainer.report.console import Console
 
 VARIANTS = ("bare-eager", "keel-eager", "bare-compiled", "keel-compiled")
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(own)
 
     def work(console: Console) -> None:
+        require_places({"--json": options.json})
         if "job" in options:
             options.job = job_of(options)
             find_job_file(options.job)  # a wrong path costs no import of torch
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             console.line("\n".join(lines))
             if options.json:
-                options.json.write_text(json.dumps(figures, indent=2) + "\n")
+                write_json(options.json, figures)
 
     return run_command(work, "stopped; nothing was written")
 

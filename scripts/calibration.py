@@ -12,7 +12,7 @@ caches and memory. Elementwise kernels are measured on activations of the job's 
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import mean
@@ -72,7 +72,9 @@ def calibrate(config: Config, ranks: int) -> tuple[Device, list[str]]:
     name = torch.cuda.get_device_name()
     known = device_called(name) or device_named(_OTHERWISE)
     layers = LayerTime(config, mesh_sizes(config, ranks), known, 8, 0)
-    found: dict[str, Any] = dict(_products(layers)) | {"memory": _copy(), "host": _copy_to_host()}
+    source = torch.empty(2**29, device="cuda", dtype=torch.uint8)
+    found: dict[str, Any] = dict(_products(layers)) | {"memory": 2 * _copy_rate(source, torch.empty_like(source))}
+    found["host"] = _copy_rate(source, torch.empty(2**29, dtype=torch.uint8, pin_memory=True))  # as a save makes it
     if attention := _attention(config, layers):
         found["attention"] = attention
     delta = _delta(config, layers)
@@ -133,11 +135,8 @@ def _finish() -> None:
 def _calibrate_cpu(config: Config, ranks: int) -> tuple[Device, list[str]]:
     here = min(ranks, available_cores())
     threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or (torch.get_num_threads() if here == 1 else 1)
-    pool = RankPool(here, timeout_seconds=300)
-    try:
+    with closing(RankPool(here, timeout_seconds=300)) as pool:
         measured = pool.run(here, _measure_cpu, config, ranks, threads)
-    finally:
-        pool.close()
     return min(measured, key=lambda each: each[0].products)
 
 
@@ -155,12 +154,13 @@ def _measure_cpu(config: Config, ranks: int, threads: int) -> tuple[Device, list
     if dist.get_world_size() > 1:
         found["inside"] = _link_of_cpus()
     products = found.get("products", known.products)
+    source = torch.empty(2**26, dtype=torch.uint8)  # a save's, in small
     device = replace(
         known,
         name="calibrated",
         title=f"CPU, threads a rank: {threads} (calibrated)",
         peak={dtype: products, "float8": 0.0, "memory": found["memory"]},
-        host=_host_copy(),
+        host=_copy_rate(source, torch.empty_like(source)),
         delta=dict(known.delta) | delta,
         **found,
     )
@@ -171,13 +171,6 @@ def _elementwise(layers: LayerTime) -> float:
     """Bytes/s that SwiGLU's two kernels read and write, on a micro-batch's activations."""
     left, right = (_random(layers.tokens, layers.config.model.dim, dtype=_dtype(layers)) for _ in range(2))
     return 5 * left.nbytes / seconds_of(lambda: F.silu(left) * right)
-
-
-def _host_copy() -> float:
-    """Bytes/s of a copy of 64 MiB, as a save makes it."""
-    source = torch.empty(2**26, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return len(source) / seconds_of(lambda: target.copy_(source))
 
 
 def _launch() -> float:
@@ -260,18 +253,9 @@ def _grouped(rows: int, inputs: int, outputs: int, experts: int, dtype: torch.dt
 # --------------------------------------------------------------------------- the rest
 
 
-def _copy() -> float:
-    """Bytes/s that a copy of 0.5 GB reads and writes."""
-    source = torch.empty(2**29, device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * len(source) / seconds_of(lambda: target.copy_(source))
-
-
-def _copy_to_host() -> float:
-    """Bytes/s of a copy of 0.5 GB to pinned memory, as a save makes it."""
-    source = torch.empty(2**29, device="cuda", dtype=torch.uint8)
-    target = torch.empty(2**29, dtype=torch.uint8, pin_memory=True)
-    return len(source) / seconds_of(lambda: target.copy_(source, non_blocking=True))
+def _copy_rate(source: Tensor, target: Tensor) -> float:
+    """Bytes/s of a copy; those that are read, or those that are written."""
+    return source.nbytes / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
 def _attention(config: Config, layers: LayerTime) -> dict[str, list[list[float]]]:
@@ -349,11 +333,8 @@ def delta_inputs(
 def _link() -> Link:
     """All-gathers between all visible GPUs, each in a process of its own."""
     gpus = torch.cuda.device_count()
-    pool = RankPool(gpus, timeout_seconds=300, backend="cpu:gloo,cuda:nccl")
-    try:
+    with closing(RankPool(gpus, timeout_seconds=300, backend="cpu:gloo,cuda:nccl")) as pool:
         large, small = pool.run(gpus, _gather)[0]
-    finally:
-        pool.close()
     sent = _MESSAGE * (gpus - 1) / gpus
     return Link(sent / large, small / (gpus - 1))
 

@@ -4,7 +4,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -203,6 +203,19 @@ def folder_for(output: str, manifest: str, console: Console, put: Put | None = N
             put_folder(folder, output, manifest, report, put)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_places(files: Mapping[str, Path | None]) -> None:
+    """Check that the files that options name can be written, before minutes of work.
+
+    Raises:
+        ConfigError: a file's folder does not exist, or it is a folder itself.
+    """
+    for flag, file in files.items():
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{flag} {file}: there is no folder {whole(file.parent)}; create it, or name another")
+        if file is not None and file.is_dir():
+            raise ConfigError(f"{flag} {file} is a folder; name a file")
 
 
 def checkpoint_in(source: Path, console: Console) -> Path:

@@ -20,10 +20,20 @@ from checkpoint.find import find_checkpoint, require_run
 from checkpoint.manifest import read_manifest
 from configs.errors import ConfigError, UserError
 from configs.files import write_json
-from configs.load import find_job_file, load
+from configs.load import LoadedConfig, find_job_file, load
 from configs.run_stages import stage_of
-from scripts.command import end, number_of, parser_of, place, positive, refuse_keys, run_command, without_overrides
-from scripts.comparison.runs import Launch, ranks_words, run_process, run_to_its_end, train
+from scripts.command import (
+    end,
+    number_of,
+    parser_of,
+    place,
+    positive,
+    refuse_keys,
+    require_places,
+    run_command,
+    without_overrides,
+)
+from scripts.comparison.runs import OWN_KEYS, Launch, ranks_words, run_process, run_to_its_end, train
 from scripts.score import load_for_scoring, with_tokenizer_of
 from trainer.report.console import Console
 from trainer.report.units import count
@@ -55,7 +65,9 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     options = _parser().parse_intermixed_args(own)
 
     def work(console: Console) -> None:
-        refuse_keys(words, ["job.output_dir"], "--output FOLDER names the folder of all runs; leave it out")
+        require_places({"--json": options.json})
+        for key, reason in OWN_KEYS.items():
+            refuse_keys(words, [key], reason)
         options.configs = [str(place(each)) for each in options.configs]
         folders = [Path(each) for each in options.configs if Path(each).is_dir()]
         is_run = len(folders) == len(options.configs) or any((each / "config.toml").is_file() for each in folders)
@@ -107,6 +119,7 @@ def _trained(options: argparse.Namespace, words: list[str], launch: Launch, cons
 def _finished(options: argparse.Namespace, words: list[str], launch: Launch, console: Console) -> list[Side]:
     """Score two runs that exist."""
     from scripts.comparison.arms import require_same_scoring
+    from scripts.comparison.score import require_sequences
 
     if len(options.configs) != 2:
         raise ConfigError("give two run folders")
@@ -116,15 +129,15 @@ def _finished(options: argparse.Namespace, words: list[str], launch: Launch, con
         load_for_scoring(folder, step, words, options.ranks) for folder, step in zip(folders, steps, strict=True)
     )
     require_same_scoring(first.config, second.config)
+    require_sequences(first.config)
     return [
-        Side(
-            str(folder),
-            load(str(folder / "config.toml"), is_stored=True),
-            [folder],
-            [_score(folder, words, options.ranks, launch)],
-        )
+        Side(str(folder), _job_of(folder), [folder], [_score(folder, words, options.ranks, launch)])
         for folder in folders
     ]
+
+
+def _job_of(folder: Path) -> LoadedConfig:
+    return load(str(folder / "config.toml"), is_stored=True)
 
 
 def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "Scores":
@@ -192,7 +205,7 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
             {
                 "label": side.label,
                 "runs": [str(folder) for folder in side.folders],
-                "seeds": [_seed(folder) for folder in side.folders],
+                "seeds": [_job_of(folder).config.training.seed for folder in side.folders],
                 "steps": [scores.step for scores in side.scores],
                 "tokens": [scores.tokens for scores in side.scores],
                 "losses": own.mean(1).tolist(),
@@ -201,10 +214,6 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
         ],
         "comparisons": comparisons,
     }
-
-
-def _seed(folder: Path) -> int:
-    return load(str(folder / "config.toml"), is_stored=True).config.training.seed
 
 
 def _interval(difference: float, half: float | None) -> list[float] | None:

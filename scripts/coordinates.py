@@ -31,6 +31,7 @@ from scripts.command import (
     parser_of,
     positive,
     refuse_keys,
+    require_places,
     run_command,
 )
 from scripts.widths.picture import Line, Panel, picture
@@ -61,14 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dim in options.dims:  # nor does a width that the job can't have
             widened(job, overrides, dim, with_mup=True)
         loaded = load(job, overrides, 1)
+        kind = "rates" if options.rates else "coordinates"
+        output = options.output or Path("runs") / f"{kind}-{loaded.config.job.name}.svg"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        require_places({"--output": output, "--json": options.json})
         found, lines, drawn = _in_one_process(
             loaded, console, lambda mesh: (_sweep if options.rates else _check)(options, job, overrides, mesh, console)
         )
         for line in lines:
             console.line(line)
-        kind = "rates" if options.rates else "coordinates"
-        output = options.output or Path("runs") / f"{kind}-{loaded.config.job.name}.svg"
-        output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(output, [drawn])
         console.line(f"wrote {output}")
         if options.json:

@@ -26,6 +26,7 @@ from scripts.command import (
     parser_of,
     place_argument,
     positive,
+    require_places,
     run_command,
 )
 from trainer.report.console import Console
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
+        require_places({"--json": options.json})
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's and transformers' bars
         model = find_model(options.model, options.step)  # a wrong path costs no import of torch
         check_computing_arguments(options)

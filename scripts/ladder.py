@@ -36,7 +36,7 @@ from scripts.command import (
     refuse_keys,
     run_command,
 )
-from scripts.comparison.runs import Launch, run_process, train
+from scripts.comparison.runs import OWN_KEYS, Launch, run_process, train
 from scripts.widths.picture import Line, Panel, picture
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, read_records
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
     def work(console: Console) -> None:
         job = job_of(options)
-        refuse_keys(overrides, ["job.output_dir"], "--output FOLDER names the folder of all runs; leave it out")
+        for key, reason in OWN_KEYS.items():
+            refuse_keys(overrides, [key], reason)
         find_job_file(job)  # a wrong path costs no import of torch
         if options.run:
             require_run(options.run)
@@ -88,9 +89,8 @@ def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: 
     flops = training_flops(target)
     output = options.output or Path("runs") / f"ladder-{target.job.name}"
     parts = [rung.flops / flops for rung in rungs]
-    console.line(
-        f"{len(rungs)} widths, {options.seeds} seeds: {options.seeds * sum(parts):.1%} of the job's {flops:.3g} FLOPs"
-    )
+    seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}"
+    console.line(f"{len(rungs)} widths, {seeds}: {options.seeds * sum(parts):.1%} of the job's {flops:.3g} FLOPs")
     climbed = [Climbed(rung, []) for rung in rungs]
     for seed in range(target.training.seed, target.training.seed + options.seeds):
         for each in climbed:

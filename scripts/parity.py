@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -36,11 +37,19 @@ from configs.errors import ConfigError
 from configs.load import find_job_file, load
 from configs.reading.overrides import split_flags, words
 from scripts.command import add_job_argument, end, job_of, not_negative, positive, run_command, without_overrides
-from scripts.parity_random import Draw, run_one, run_random
+from scripts.parity_random import Draw, require_steps, run_one, run_random
 from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, can_be_exact, exact, same_bits, table
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool
+
+
+_OPTIONS_OF_FORM = {
+    "rows": ("rows", "dtype", "exact", "list"),
+    "--random": ("seed",),
+    "--ranks": ("evaluate_at", "move_at", "moved", "stage"),
+}
+"""The options of each form of the command, which would do nothing with another."""
 
 
 def run_rows(
@@ -102,27 +111,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="type to compute in (default: %(default)s)")
     parser.add_argument("--exact", action="store_true", help="also prove that data-parallel meshes change no bit")
     parser.add_argument("--list", action="store_true", help="list the rows and their ranks, and exit")
-    drawing = parser.add_argument_group("jobs that are drawn at random, instead of rows")
-    drawing.add_argument("--random", type=positive, metavar="N", help="try this many")
-    drawing.add_argument("--seed", type=int, default=0, help="decides what is drawn (default: %(default)s)")
-    drawing.add_argument(
-        "--ranks", type=positive, help="try one job, with further keys --table.key VALUE, on these ranks"
-    )
-    drawing.add_argument(
-        "--evaluate-at", type=_steps, default=(), metavar="STEPS", help="evaluate after these steps: 1,2"
-    )
-    drawing.add_argument(
-        "--move-at", type=not_negative, default=0, metavar="STEP", help="save and load after this step"
-    )
-    drawing.add_argument(
-        "--moved", type=_words, default=(), metavar="KEYS", help="machine keys after that, as one word"
-    )
-    drawing.add_argument("--stage", action="append", default=[], metavar="TABLE", help="a table of [[stages]], in TOML")
+    add = parser.add_argument_group("jobs that are drawn at random, instead of rows").add_argument
+    add("--random", type=positive, metavar="N", help="try this many")
+    add("--seed", type=int, default=0, help="decides what is drawn (default: %(default)s)")
+    add("--ranks", type=positive, help="try one job, with further keys --table.key VALUE, on these ranks")
+    add("--evaluate-at", type=_steps, default=(), metavar="STEPS", help="evaluate after these steps: 1,2")
+    add("--move-at", type=not_negative, default=0, metavar="STEP", help="save and load after this step")
+    add("--moved", type=_words, default=(), metavar="KEYS", help="machine keys after that, as one word")
+    add("--stage", action="append", default=[], metavar="TABLE", help="a table of [[stages]], in TOML")
     own, keys = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
     if keys and not options.ranks:
         parser.error(f"unknown options: {shlex.join(keys)} (keys of a job need --ranks)")
+    if idle := _idle_options(parser, options):
+        parser.error(idle)
     return run_command(lambda _: _try(options, keys), "stopped")
+
+
+def _idle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """The message about an option that does nothing in the form of the command that is asked for; "" if all do."""
+    if options.ranks and options.random is not None:
+        return "--random draws ranks and keys itself; leave it or --ranks out"
+    form = "--ranks" if options.ranks else "rows" if options.random is None else "--random"
+    for of, names in _OPTIONS_OF_FORM.items():
+        for name in names if of != form else ():
+            if getattr(options, name) != parser.get_default(name):
+                flag = f"--{name.replace('_', '-')}"
+                return f"{flag} goes with {of}" if of != "rows" else f"{flag} does not go with {form}"
+    return ""
 
 
 def _try(options: argparse.Namespace, keys: Sequence[str]) -> int:
@@ -132,7 +148,9 @@ def _try(options: argparse.Namespace, keys: Sequence[str]) -> int:
     if options.ranks:
         moved = _by_key(options.moved)
         stages = tuple(options.stage)
-        return run_one(job, Draw(options.ranks, _by_key(keys), options.evaluate_at, options.move_at, moved, stages))
+        drawn = Draw(options.ranks, _by_key(keys), options.evaluate_at, options.move_at, moved, stages)
+        require_steps(job, drawn)
+        return run_one(job, drawn)
     if options.random is not None:
         return run_random(job, options.random, options.seed)
     rows = [row for row in table() if fnmatchcase(row.name, options.rows)]
@@ -182,13 +200,12 @@ def _that_can_run(rows: list[Row], dtype: str) -> list[Row]:
 def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) -> int:
     from scripts.rank_pool import RankPool
 
-    pool = RankPool(size=max(row.ranks for row in rows))
     failed = 0
     shas: dict[tuple[str, ...], str] = {}
     started = time.perf_counter()
     print(f"Largest relative difference from one process in eager mode, {dtype}")
     print(f"{'':52s} {'loss':>8s} {'norm':>8s} {'gradient':>8s} {'weights':>8s} {'sha':>12s}")
-    try:
+    with closing(RankPool(size=max(row.ranks for row in rows))) as pool:
         for row, difference in run_rows(pool, config_name, rows, dtype_overrides(dtype)):
             expected = shas.setdefault(same_bits(row), difference.sha) if is_exact else difference.sha
             fault = "" if difference.passes(row.bounds or dtype) else _fault(difference, row.bounds or dtype)
@@ -197,8 +214,6 @@ def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) 
             failed += bool(fault)
             figures = " ".join(f"{value:8.1e}" for value in difference.values)
             print(f"{row.name:52s} {figures} {difference.sha[:12]}  {fault or 'ok'}", flush=True)
-    finally:
-        pool.close()
     bounds = _powers(dtype)
     what = ", with the same bits where the mesh is data-parallel" if is_exact else ""
     wider = {row.bounds for row in rows if row.bounds}

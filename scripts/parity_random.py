@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ class Outcome:
 
     refused: str = ""
     """The config's reason for refusing it, without its numbers and names."""
+    reason: str = ""
+    """All of that reason."""
     fault: str = ""
     """The fault that was found; empty if there is none."""
     trace: str = ""
@@ -413,11 +416,11 @@ def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
                 load(job, words(keys), world_size=drawn.ranks)
             return Outcome(fault=_fault(pool, job, drawn, Path(folder)))
     except ConfigError as error:
-        return Outcome(refused=_kind(str(error).splitlines()[0]))
+        return Outcome(refused=_kind(str(error).splitlines()[0]), reason=str(error))
     except RuntimeError as error:  # of a rank, with its traceback
         last = str(error).strip().splitlines()[-1]
         if last.startswith("configs.errors."):
-            return Outcome(refused=_kind(last))
+            return Outcome(refused=_kind(last), reason=last.removeprefix("configs.errors."))
         return Outcome(fault=f"crash: {last}", trace=str(error), is_lost=isinstance(error, RankLost))
 
 
@@ -522,13 +525,12 @@ def run_random(config_name: str, jobs: int, seed: int) -> int:
     """Try the draws of a seed, print what goes wrong and how to repeat it; returns 1 if anything did, otherwise 0."""
     from scripts.rank_pool import RankPool
 
-    pool = RankPool(size=8)
     started = time.perf_counter()
     reasons = Counter[str]()
     wrong = 0
     times_lost = 0
     print(f"{jobs} jobs of seed {seed}")
-    try:
+    with closing(RankPool(size=8)) as pool:
         for number in range(jobs):
             drawn = draw(seed, number)
             outcome = attempt(pool, config_name, drawn)
@@ -545,21 +547,34 @@ def run_random(config_name: str, jobs: int, seed: int) -> int:
             if (number + 1) % 10 == 0 or number + 1 == jobs:
                 seconds = (time.perf_counter() - started) / (number + 1)
                 print(f"{number + 1} jobs: {reasons.total()} refused, {wrong} wrong, {seconds:.1f} s each", flush=True)
-    finally:
-        pool.close()
     for reason, count in reasons.most_common():
         print(f"{count:5d} refused: {reason}")
     return min(wrong, 1)
+
+
+def require_steps(config_name: str, drawn: Draw) -> None:
+    """Check that a job goes on until it moves and is evaluated; of one that the config refuses, `attempt` says so.
+
+    Raises:
+        ConfigError: it ends before.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            job = _job_file(config_name, drawn.stages, Path(folder))
+            steps = load(job, words(drawn.keys), world_size=drawn.ranks).config.training.steps
+    except ConfigError:
+        return
+    if drawn.move_at > steps:
+        raise ConfigError(f"--move-at {drawn.move_at}: the job ends after {steps} steps; name one of them")
+    if late := [step for step in drawn.evaluate_at if step >= steps]:
+        raise ConfigError(f"--evaluate-at {late[0]}: a step must follow, and the job has {steps}; name an earlier one")
 
 
 def run_one(config_name: str, drawn: Draw) -> int:
     """Try one draw and print its outcome; returns 1 if it is wrong, otherwise 0."""
     from scripts.rank_pool import RankPool
 
-    pool = RankPool(size=drawn.ranks)
-    try:
+    with closing(RankPool(size=drawn.ranks)) as pool:
         outcome = attempt(pool, config_name, drawn)
-    finally:
-        pool.close()
-    print(outcome.fault or (f"refused: {outcome.refused}" if outcome.refused else "right"))
+    print(outcome.fault or (f"refused: {outcome.reason}" if outcome.refused else "right"))
     return 1 if outcome.fault else 0

@@ -33,7 +33,7 @@ from configs.load import LoadedConfig, load
 from configs.run_stages import largest_first
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from scripts.command import add_job_argument, end, job_of, number_of, parsed, positive, run_command
+from scripts.command import add_job_argument, end, job_of, number_of, parsed, positive, require_places, run_command
 from scripts.plan_figures import origins
 from scripts.plan_tables import (
     BESIDE,
@@ -208,7 +208,7 @@ def _tune(
         else:
             tuning.show_curve(points, console)
         return
-    outcome = tuning.search(counts[0])
+    outcome = tuning.search(counts[0]).run()
     if options.json:
         found = tuning.as_json(outcome, counts[0], options.price)
         head = {"job": job.config.job.name, "ranks": counts[0], "device": options.device}
@@ -277,7 +277,6 @@ class Plan:
 
     def page(self, options: argparse.Namespace, device: "Device | None") -> str:
         """The plan as a page of HTML."""
-        from scripts.keel import VERSION
         from scripts.page.planned import planned_page
 
         title = self._title + (f" of {device.title}" if device else "")
@@ -295,7 +294,7 @@ class Plan:
         step = self.longest.step
         steps = {rank: of_kind.parts for rank, of_kind in step.by_kind.items()} if step else {}
         device_bytes = self.device_bytes if self.on_gpus else None  # ranks share a CPU's
-        return planned_page(title, tables, held, device_bytes, steps, VERSION, stages, self.lines)
+        return planned_page(title, tables, held, device_bytes, steps, stages, self.lines)
 
     def show(self, options: argparse.Namespace, device: "Device | None", console: Console) -> None:
         """Print the plan as tables."""
@@ -389,6 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         if options.price and not (options.device or options.calibrate):
             raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
+        require_places({"--html": options.html})
         counts = options.ranks
         _require_tune(options, counts)
         memory = options.memory_gib

@@ -21,8 +21,9 @@ import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -30,12 +31,12 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError
-from configs.files import whole, write_atomically
+from configs.files import write_atomically
 from configs.load import find_job_file, load
 from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
-from scripts.command import add_job_argument, end, job_of, parsed, parser_of, positive, run_command
+from scripts.command import add_job_argument, end, job_of, parsed, parser_of, positive, require_places, run_command
 from scripts.proving.families import FamilyProof, FamilyProofs, families_of, families_page, prove_family
 from scripts.proving.run import BOUND, Outcome, Prover, Verdict, call, prove_all
 from scripts.proving.small import SmallJob, small_job
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
         started = time.perf_counter()
         job = job_of(options)
         axes = _axes(options.axes)
-        _require_folders({"--json": options.json, "--page": options.page})
+        require_places({"--json": options.json, "--page": options.page})
         if families := families_of(job):
             proofs.extend(_prove_families(console, families, options, chosen(axes, False), overrides))
             return
@@ -69,21 +70,42 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
             file.write_text(small.text)
             from scripts.rank_pool import RankPool
 
-            pool = RankPool(size=max(options.ranks, 1))
-            try:
+            with closing(RankPool(size=max(options.ranks, 1))) as pool:
                 prover = Prover(pool, str(file), Path(folder), on_ranks)
                 for outcome in prove_all(prover, techniques, options.ranks, options.every_pair):
                     found.append(outcome)
                     _tell(console, outcome)
-            finally:
-                pool.close()
         seconds = time.perf_counter() - started
         _conclude(console, found, seconds)
-        _write(console, options, job, small, found, seconds)
+        if options.json:
+            record = {
+                "job": job,
+                "bound": BOUND,
+                "ranks": options.ranks,
+                "seconds": seconds,
+                "small_job": small.text,
+                "notes": small.notes,
+                "rows": [asdict(outcome) for outcome in found],
+            }
+            write_atomically(options.json, [json.dumps(record, indent=1)])
+            console.line(f"written: {options.json}")
+        if options.page:
+            from scripts.proving.page import page
+
+            names = [technique.name for technique in TECHNIQUES]
+            write_atomically(options.page, [page(job, small, found, names, seconds)])
+            console.line(f"written: {options.page}")
         if not any(outcome.verdict in ("equal", "wrong") for outcome in found):
             raise ConfigError(f"nothing was proven: {found[0].reason}")
 
-    code = run_command(work, "stopped; nothing was written")
+    def if_stopped() -> str:
+        if proofs and options.json:
+            return f"stopped; {options.json} has the families proven so far, and the same command goes on from there"
+        if proofs and options.page:
+            return f"stopped; {options.page} shows the families proven so far"
+        return "stopped; nothing was written"
+
+    code = run_command(work, if_stopped)
     is_wrong = any(outcome.verdict == "wrong" for outcome in found) or any(proof.is_wrong for proof in proofs)
     return code or int(is_wrong)
 
@@ -99,11 +121,10 @@ def _prove_families(
     from scripts.rank_pool import RankPool
 
     earlier = _earlier(options.json, options.ranks, overrides)
-    known = {proof.family: proof for proof in earlier.proofs}
+    known = {proof.family: proof for proof in earlier.families}
     more = f"; {options.json} has {len(known)} of them, and is continued" if known else ""
     console.line(f"{len(families)} families, made small, each technique alone, on up to {options.ranks} ranks{more}")
-    pool = RankPool(size=options.ranks)
-    try:
+    with closing(RankPool(size=options.ranks)) as pool:
         for family in families:
             started = time.perf_counter()
             proof = prove_family(
@@ -117,15 +138,13 @@ def _prove_families(
             _tell_family(console, proof, time.perf_counter() - started)
             known[family] = proof
             if options.json:
-                write_atomically(options.json, [replace(earlier, proofs=list(known.values())).text()])
+                write_atomically(options.json, [replace(earlier, families=list(known.values())).text()])
             if options.page:
                 words = [] if options.axes is None else ["--axes", options.axes]
                 words += ["--ranks", str(options.ranks), "--page", "PAGE"]
                 command = shlex.join(["keel", "prove", options.job or options.config, *words])
                 write_atomically(options.page, [families_page(list(known.values()), command)])
             yield proof
-    finally:
-        pool.close()
 
 
 def _earlier(file: Path | None, ranks: int, overrides: Sequence[str]) -> FamilyProofs:
@@ -153,10 +172,10 @@ def _tell_family(console: Console, proof: FamilyProof, seconds: float) -> None:
     if proof.refused:
         console.line(f"{proof.family:28s} not built: {proof.refused}", "dim")
         return
-    names = {verdict: [each.name for each in proof.outcomes if each.verdict == verdict] for verdict in _VERDICTS}
+    names = {verdict: [each.name for each in proof.rows if each.verdict == verdict] for verdict in _VERDICTS}
     parts = [f"{len(names['equal'])} equal", f"{len(names['refused'])} refused"]
     console.line(f"{proof.family:28s} {', '.join(parts)}; {duration(seconds)}", "bold red" if names["wrong"] else "")
-    for outcome in proof.outcomes:
+    for outcome in proof.rows:
         if outcome.verdict == "wrong":
             console.line(f"    WRONG {outcome.name}: {outcome.reason}", "bold red")
 
@@ -250,13 +269,6 @@ def _axes(text: str | None) -> Sequence[str]:
     return named
 
 
-def _require_folders(files: Mapping[str, Path | None]) -> None:
-    """Raise ConfigError if an option names a file in a folder that does not exist, before minutes of work."""
-    for flag, file in files.items():
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{flag} {file}: there is no folder {whole(file.parent)}; create it, or name another")
-
-
 def _announce(console: Console, job: str, small: SmallJob, ranks: int) -> None:
     console.line(f"{job}, made small, on up to {ranks} rank{'s' * (ranks > 1)}, against one process in plain PyTorch")
     for note in small.notes:
@@ -283,42 +295,13 @@ def _conclude(console: Console, found: Sequence[Outcome], seconds: float) -> Non
     words = [f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict]]
     console.line()
     console.line(f"{', '.join(words)}, to {BOUND:.0e}; {duration(seconds)}")
-    wrong = min((outcome for outcome in found if outcome.verdict == "wrong"), key=_size, default=None)
+    wrong = min(
+        (outcome for outcome in found if outcome.verdict == "wrong"),
+        key=lambda outcome: len(outcome.techniques),
+        default=None,
+    )
     if wrong:
         console.line(f"first wrong: {wrong.name}: {wrong.reason}", "bold red")
-
-
-def _size(outcome: Outcome) -> int:
-    """Number of techniques."""
-    return len(outcome.techniques)
-
-
-def _write(
-    console: Console,
-    options: argparse.Namespace,
-    job: str,
-    small: SmallJob,
-    found: Sequence[Outcome],
-    seconds: float,
-) -> None:
-    if options.json:
-        record = {
-            "job": job,
-            "bound": BOUND,
-            "ranks": options.ranks,
-            "seconds": seconds,
-            "small_job": small.text,
-            "notes": small.notes,
-            "rows": [outcome.as_json() for outcome in found],
-        }
-        write_atomically(options.json, [json.dumps(record, indent=1)])
-        console.line(f"written: {options.json}")
-    if options.page:
-        from scripts.proving.page import page
-
-        names = [technique.name for technique in TECHNIQUES]
-        write_atomically(options.page, [page(job, small, found, names, seconds)])
-        console.line(f"written: {options.page}")
 
 
 if __name__ == "__main__":

@@ -68,10 +68,6 @@ class _Worker:
         self.crash.seek(0)
         return self.crash.read()
 
-    def was_killed(self) -> bool:
-        """Whether it has ended by a signal."""
-        return (self.process.exitcode or 0) < 0
-
 
 @dataclass
 class RankPool:
@@ -121,7 +117,8 @@ class RankPool:
                 if is_error:  # the others may be waiting for it in a collective
                     rank, results[rank] = _cause(workers, rank, results[rank])
                     timed_out = "Timed out" in results[rank]
-                    error = RankLost if timed_out or workers[rank].was_killed() else RuntimeError
+                    was_killed = (workers[rank].process.exitcode or 0) < 0
+                    error = RankLost if timed_out or was_killed else RuntimeError
                     others = _positions(workers, pending.values()) if timed_out else ""
                     self.close(patience_seconds=0)
                     raise error(f"{others}rank {rank} of {len(workers)}: {results[rank]}")

@@ -18,7 +18,6 @@ if not __package__:  # run as a file
 from configs.errors import UserError
 from configs.files import write_atomically
 from scripts.command import end, parser_of, place, positive, run_command
-from scripts.keel import VERSION
 from scripts.page.flags import flags
 from scripts.page.html import page
 from scripts.page.ranking import ranking
@@ -60,7 +59,7 @@ def _is_running(runs: Sequence[Recorded]) -> bool:
 
 
 def _write(output: Path, runs: Sequence[Recorded], renew_seconds: int) -> None:
-    written = page(runs, VERSION, renew_seconds)
+    written = page(runs, renew_seconds)
     try:
         write_atomically(output, [written])
     except OSError as error:

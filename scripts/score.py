@@ -10,8 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -27,7 +26,7 @@ from configs.schema import Config, LrSchedule, Mesh, Optimizer
 from configs.table import with_keys
 from scripts.command import end, folder_argument, parser_of, positive, refuse_keys, without_overrides
 from scripts.launcher import run_ranks
-from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, tell_torchrun
+from trainer.lifecycle import EXIT_PREEMPTED, handling_stops, tell_torchrun
 from trainer.report.console import Console
 
 _OF_TRAINING = (
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(own)
     if options.ranks > 1 and "RANK" not in os.environ:
         return run_ranks(__file__, words, options.ranks)
-    with _ended_by_signals(), Console(int(os.environ.get("RANK", "0"))) as console:
+    with handling_stops(_stop), Console(int(os.environ.get("RANK", "0"))) as console:
         try:
             with files_that_fail():
                 score_run(options.run, options.step, overrides, console)
@@ -56,16 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.error(str(error))
             return error.exit_code
     return 0
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    before = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:

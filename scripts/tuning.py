@@ -91,11 +91,8 @@ class Tuning:
     gpus_per_host: int
     device_bytes: float
 
-    def search(self, ranks: int) -> Outcome:
-        """The search for one number of ranks; as `Search.run`."""
-        return self._search(ranks).run()
-
-    def _search(self, ranks: int) -> Search:
+    def search(self, ranks: int) -> Search:
+        """The search for one number of ranks."""
         lengths = run_lengths(self.job)
         later = [stage.config for stage, steps in zip(self.job.stages, lengths, strict=True) if steps][1:]
         return Search(self.job.config, ranks, self.device, self.gpus_per_host, self.device_bytes, later=later)
@@ -105,7 +102,7 @@ class Tuning:
         return estimate_step(found.config, ranks, self.device, self.gpus_per_host)
 
     def _run(self, found: Found, ranks: int) -> RunTime:
-        stages = found.config, *self._search(ranks).later_of(found.config)
+        stages = found.config, *self.search(ranks).later_of(found.config)
         lengths = filter(None, run_lengths(self.job))
         steps = [estimate_step(stage, ranks, self.device, self.gpus_per_host) for stage in stages]
         return run_time(zip(lengths, steps, strict=True))
@@ -169,7 +166,7 @@ class Tuning:
         found: list[dict[str, Any]] = []
         for ranks in counts:
             try:
-                best = self.search(ranks).best[0]
+                best = self.search(ranks).run().best[0]
             except UserError as error:
                 found.append({"ranks": ranks, "none": str(error)})
                 continue

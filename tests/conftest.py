@@ -1,6 +1,7 @@
 """Fixtures for all tests: the repository as the current folder, and gloo ranks that are started once."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,8 +29,8 @@ MOST_WORKERS = 9
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide this machine's GPUs, which are fewer than some cases have ranks, from sessions that are not about them."""
-    if "not gpu" in config.option.markexpr:
+    """Hide this machine's GPUs, which are fewer than some cases have ranks, unless the session asks for `-m gpu`."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.manifest import is_fork
-from checkpoint.storage import FolderStorage, Storage
+from checkpoint.storage import FolderStorage
 from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
 from configs.machine import free_memory
@@ -100,7 +100,7 @@ def _what_decides_bits(config: Config, mesh: Mesh) -> str:
 
 
 def warn_if_too_large(
-    config: Config, device: torch.device, console: Console, mesh: Mesh | None = None, storage: Storage | None = None
+    config: Config, device: torch.device, console: Console, mesh: Mesh | None, storage: FolderStorage | None
 ) -> None:
     """Warn that a GPU, this host or the disk has too little room; not an error, as it may get more."""
     if dist.get_rank() > 0:

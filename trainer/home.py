@@ -9,7 +9,7 @@ from checkpoint.bucket_launch import Claim, claim_in
 from checkpoint.bucket_storage import BucketStorage
 from checkpoint.incarnation import FOLDER, Incarnation, Superseded
 from checkpoint.lock import lock
-from checkpoint.storage import FolderStorage, Storage
+from checkpoint.storage import FolderStorage
 from configs.load import LoadedConfig
 from configs.places import is_url
 from configs.schema import Job
@@ -24,7 +24,7 @@ class Home(Protocol):
 
     incarnation: Incarnation | None
     """This launch, if launches are numbered; after `join`."""
-    storage: Storage
+    storage: FolderStorage
     """Where checkpoints are; after `join`."""
 
     def take(self, job: LoadedConfig, console: Console) -> int | None:
@@ -62,7 +62,7 @@ class _InFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.incarnation: Incarnation | None = None
-        self.storage: Storage = FolderStorage()
+        self.storage: FolderStorage = FolderStorage()
 
     def take(self, job: LoadedConfig, console: Console) -> int | None:
         incarnation = take_folder(job, console.warning)
@@ -87,7 +87,7 @@ class _InBucket:
         self._taken: BucketStorage | None = None
         """The storage, on the rank that has taken the run, until it is closed."""
         self.incarnation: Incarnation | None = None
-        self.storage: Storage
+        self.storage: FolderStorage
 
     def take(self, job: LoadedConfig, console: Console) -> int | None:
         lock(self._folder, console.warning)

@@ -12,7 +12,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,17 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
+@contextmanager
+def handling_stops(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Let another handler have the signals to stop, in this block of the main thread."""
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
 def install_signal_handlers() -> StopRequest:
     """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it in the main thread, before torch is imported.
 
@@ -186,9 +198,14 @@ def _replace_status(run_folder: Path, said: dict[str, Any]) -> None:
 def read_status(run_folder: Path) -> dict[str, Any]:
     """Read status.json; empty if there is none, or if it is not in the form of `write_status`."""
     try:
-        return status_in(read_file(run_folder / "status.json", MAX_JSON_BYTES))
+        return status_there(run_folder)
     except OSError:
         return {}
+
+
+def status_there(run_folder: Path) -> dict[str, Any]:
+    """The same, but raises OSError if there is none, or the disk refuses."""
+    return status_in(read_file(run_folder / "status.json", MAX_JSON_BYTES))
 
 
 def status_in(content: bytes) -> dict[str, Any]:

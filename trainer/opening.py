@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.storage import Storage
+from checkpoint.storage import FolderStorage
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
-from configs.run_stages import TABLES, RunStage, largest, largest_first, stage_of_position
+from configs.run_stages import TABLES, RunStage, largest_first, stage_of_position
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.attention.delta import delta_kernel
@@ -52,7 +52,7 @@ class Runtime:
     ledger: TimeLedger
     """How the time since the launch was spent."""
     watchdog: Watchdog
-    storage: Storage | None = None
+    storage: FolderStorage | None = None
     """Where checkpoints are; None: in the run folder, which all ranks see."""
 
 
@@ -107,7 +107,7 @@ class Opened:
             """The checkpoint's record of the run; None if the run starts from scratch."""
             self.stages = [_as_opened(stage, config) for stage in job.stages]
             """All stages of the run."""
-            self.largest = largest(self.stages, config.training.steps).config
+            self.largest = largest_first(self.stages, config.training.steps)[0].config
             """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
             read: dict[str, int] = {}

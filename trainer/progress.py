@@ -3,12 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from configs.errors import UserError
 from configs.layout import tokens_per_step
 from configs.schema import Config
 from trainer.guards.spikes import loss_limit
 from trainer.guards.verdict import StepResult
-from trainer.saved_state import RunState, too_many_skipped
+from trainer.saved_state import RunState
 
 
 class Progress:
@@ -41,18 +40,17 @@ class Progress:
         return run.after(result, tokens_per_step(self.config), self.config.fault.spikes)
 
     def count(self, result: StepResult) -> None:
-        """Add a step to the run.
-
-        Raises:
-            UserError: too many steps in a row changed nothing.
-        """
+        """Add a step to the run."""
         n_incidents = len(self.run.incidents)
         self.run = self.after(self.run, result)
         self._unlogged += self.run.incidents[n_incidents:]
         self.ends = (self.ends[0] if self.ends else result.loss, result.loss)
         self.last_was_finite = result.is_spike or not result.skipped
-        if self.run.skipped_in_a_row > self.config.training.max_skipped_steps:
-            raise UserError(too_many_skipped(self.config, self.run, self.config.job.folder))
+
+    @property
+    def has_skipped_too_many(self) -> bool:
+        """Whether more steps in a row changed nothing than are allowed, which ends the run."""
+        return self.run.skipped_in_a_row > self.config.training.max_skipped_steps
 
     def record(self, what: str, **details: Any) -> None:
         """Record an incident, for later checkpoints and the next line of metrics."""

@@ -8,10 +8,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from checkpoint.find import keep_tokenizer
 from checkpoint.incarnation import Superseded
 from checkpoint.lock import FolderInUse
 from configs.errors import ConfigError, KeelError, OutageError, mistakes_of_the_job
-from configs.files import require_plain, write_atomically
+from configs.files import insist, require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.nccl import configure_nccl, nccl_settings, warn_of_faults
@@ -43,6 +44,7 @@ from trainer.lifecycle import (
     exit_code,
     is_own,
     read_status,
+    status_there,
     tell_torchrun,
     write_status,
 )
@@ -287,8 +289,8 @@ def _why_lost(launch: _Launch) -> str:
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
     if launch.home and launch.home.incarnation and not launch.home.incarnation.is_current():
         return
-    if os.path.isdir(launch.folder) and not _has_ended(launch):  # the first error of a launch is the cause
-        known = read_status(launch.folder).get("step", 0)
+    if not _is_missing(launch.folder) and not _is_end(before := _last_status(launch.folder), launch):
+        known = before.get("step", 0)  # the first error of a launch is the cause
         write = partial(write_status, launch.folder, state, known if step is None else step, reason, **details)
         launch.console.outages.insist(launch.folder / "status.json", write)  # the disk may be why the run fails
         if launch.home:
@@ -309,6 +311,25 @@ def _is_saved_for_a_stop(launch: _Launch) -> bool:
     return bool(launch.stop) and _has_ended(launch) and read_status(launch.folder)["state"] == "preempted"
 
 
+def _is_missing(folder: Path) -> bool:
+    """Whether a folder does not exist; a disk that refuses to say may have it."""
+    try:
+        insist(partial(os.stat, folder))
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
+
+
+def _last_status(folder: Path) -> dict[str, Any]:
+    """The status; a disk that refuses is asked again, since what it has decides what is written there."""
+    with suppress(OSError):
+        return insist(partial(status_there, folder))
+    return {}
+
+
 def _has_ended(launch: _Launch) -> bool:
-    status = read_status(launch.folder)
+    return _is_end(read_status(launch.folder), launch)
+
+
+def _is_end(status: dict[str, Any], launch: _Launch) -> bool:
     return status.get("state") in ("failed", "preempted") and status.get("time", 0) >= launch.started

@@ -13,7 +13,7 @@ from checkpoint.incarnation import Incarnation
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from checkpoint.reader import Description, Log
-from checkpoint.storage import Storage
+from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.mesh import Mesh
@@ -33,7 +33,7 @@ from trainer.validation import Validation
 
 
 def open_checkpoints(
-    config: Config, mesh: Mesh, console: Console, incarnation: Incarnation | None, storage: Storage | None
+    config: Config, mesh: Mesh, console: Console, incarnation: Incarnation | None, storage: FolderStorage | None
 ) -> CheckpointManager:
     """The manager of a run's checkpoints; nothing is read or written yet but the tokenizer."""
     tokenizer = config.tokenizer.path

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from configs.errors import mistakes_of_the_job
+from configs.errors import UserError, mistakes_of_the_job
 from configs.load import LoadedConfig
 from configs.run_stages import stage_of
 from parallelisms.ranges import named_range
@@ -40,7 +40,7 @@ from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, memory_counts, memory_of
 from trainer.report.step_records import StepRecords
 from trainer.report.wall_clock import WallClock, describe_launch
-from trainer.saved_state import RunState
+from trainer.saved_state import RunState, too_many_skipped
 from trainer.saving import Saver
 from trainer.step import build_learner
 from trainer.validation import ValidationResult
@@ -271,6 +271,9 @@ class Trainer:
             return is_overwritten
         self.records.fingerprints.record(self.run, result)
         self.progress.count(result)
+        if self.progress.has_skipped_too_many:
+            self._log(result, None)
+            raise UserError(too_many_skipped(self.config, self.run, self.config.job.folder))
         step = self.run.step
         if _is_due(self.config.fault.compare_interval, step):
             self._compare_copies()

@@ -29,6 +29,7 @@ from checkpoint.manifest import Manifest, damaged, read_manifest
 from checkpoint.tensor_stream import entry_of, read_tensor
 from configs.architectures import HF_CLASSES
 from configs.schema import AnyModel, OwnModel, is_described, table_of_model
+from configs.untrusted import first_fault
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,7 @@ def model_of(manifest: Manifest, checkpoint: Path) -> AnyModel:
         table = manifest.in_effect.get("model")
         return table_of_model(table).model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, ("config", "model", *first["loc"])))
-        raise damaged(checkpoint, f"{manifests.MANIFEST_NAME}: {place}: {first['msg']}") from None
+        raise damaged(checkpoint, f"{manifests.MANIFEST_NAME}: {first_fault(error, 'config', 'model')}") from None
 
 
 def _longest_sequence(model: AnyModel, trained: int) -> int:

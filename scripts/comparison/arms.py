@@ -1,6 +1,7 @@
 """The configs of an experiment, and what differs between two of them."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from configs.reading.toml_text import text_or_not_set
 from configs.run_stages import stage_of
 from configs.schema import Config, is_run_key
 from models import build_model
+from scripts.comparison.runs import own_words
 
-_EXPECTED = {"job.name", "job.output_dir", "training.seed"}
+_EXPECTED = {"job.name", "job.output_dir", "job.allow_run_change", "training.seed"}
 """Keys that differ between the runs of every experiment."""
 _SCORING = ("validation", "tokenizer", "training.seq_len", "model.vocab_size", "data.document_mask")
 """Keys and tables on which the losses of the validation sequences depend, besides the model."""
@@ -34,8 +36,7 @@ class Arm:
 
     def with_seed(self, seed: int, folder: Path) -> "Arm":
         """This config with a seed, trained in `folder`."""
-        own = ("--training.seed", str(seed), "--job.output_dir", str(folder))
-        return Arm(self.label, self.file, (*self.words, *own))
+        return Arm(self.label, self.file, (*self.words, *own_words(seed, folder)))
 
     def load(self, ranks: int) -> LoadedConfig:
         """Load and check the job for so many ranks."""
@@ -193,12 +194,12 @@ def pairing(first: LoadedConfig, second: LoadedConfig, common_steps: int = 0) ->
     same = sum(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
     both = [_stretches(job, common_steps) for job in (first, second)]
     begins = sorted({each.step for stretches in both for each in stretches})
-    other_batch_from = next((step for step in begins if not _is_same_batch(*_at_step(both, step))), None)
+    other_batch_from = next((step for step in begins if not _is_same_batch(*_at(both, step))), None)
     numbers = sorted({each.sample for stretches in both for each in stretches})
-    other_samples_from = next((number for number in numbers if not _is_same_data(*_at_sample(both, number))), None)
+    other_samples_from = next((number for number in numbers if not _is_same_data(*_at(both, sample=number))), None)
     samples_before = 0
     if other_batch_from:
-        before, _ = _at_step(both, other_batch_from)
+        before, _ = _at(both, other_batch_from)
         samples_before = before.sample + (other_batch_from - before.step) * before.batch
     return Pairing(same, len(ours | theirs), common_steps, other_batch_from, other_samples_from, samples_before)
 
@@ -231,12 +232,8 @@ def _stretches(job: LoadedConfig, after: int) -> list[_Stretch]:
     return found
 
 
-def _at_step(both: list[list[_Stretch]], step: int) -> list[_Stretch]:
-    return [[each for each in stretches if each.step <= step][-1] for stretches in both]
-
-
-def _at_sample(both: list[list[_Stretch]], number: int) -> list[_Stretch]:
-    return [[each for each in stretches if each.sample <= number][-1] for stretches in both]
+def _at(both: list[list[_Stretch]], step: int = sys.maxsize, sample: int = sys.maxsize) -> list[_Stretch]:
+    return [[each for each in stretches if each.step <= step and each.sample <= sample][-1] for stretches in both]
 
 
 def _is_same_data(one: _Stretch, other: _Stretch) -> bool:

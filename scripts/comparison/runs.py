@@ -1,6 +1,5 @@
 """The runs of an experiment: each is trained by a keel command in a process of its own, unless it is finished."""
 
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,10 +9,23 @@ from typing import Any
 from configs.errors import KeelError
 from configs.load import LoadedConfig
 from scripts.command import EXIT_INTERRUPTED
-from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
+from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, handling_stops, read_status
 from trainer.report.console import Console
 
 _KEEL = Path(__file__).parents[1] / "keel.py"
+
+OWN_KEYS = {
+    "job.output_dir": "--output FOLDER names the folder of all runs; leave it out",
+    "job.allow_run_change": "each run trains from its beginning with its keys; leave it out, or name another --output",
+}
+"""The keys that an experiment sets for its runs, and why the command line may not."""
+
+
+def own_words(seed: int, folder: object) -> tuple[str, ...]:
+    """The words of the keys that an experiment sets for one of its runs."""
+    # Without the last, a finished run of other keys would be taken over, and its losses for those of these keys.
+    return ("--training.seed", str(seed), "--job.output_dir", str(folder), "--job.allow_run_change", "false")
+
 
 Launch = Callable[[Sequence[str]], int]
 """Runs a keel command, such as ["train", "debug.toml"], to its end; returns its exit code."""
@@ -89,13 +101,9 @@ def run_process(command: Sequence[str]) -> int:
         for each in child:
             each.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
-    try:
+    with handling_stops(pass_on):
         words = [sys.executable, str(_KEEL), *command]
         child.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
         code = child[0].wait()
         # It may come before the command's own work.
         return EXIT_PREEMPTED if -code in STOP_SIGNALS or code == EXIT_INTERRUPTED else code
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -108,9 +108,7 @@ def _half_width(samples: list[np.ndarray], confidence: float) -> float | None:
 
 
 def _together(of_seeds: float | None, of_text: float | None) -> float | None:
-    if of_text is None:
-        return None
-    return math.hypot(of_seeds or 0.0, of_text)
+    return None if of_text is None else math.hypot(of_seeds or 0.0, of_text)
 
 
 def _deviation(sample: np.ndarray) -> float | None:

@@ -75,11 +75,7 @@ class Entry:
 
 
 def export_optimizer(
-    checkpoint: Path,
-    output: Path,
-    gather: Sequence[str],
-    verify: Literal["size", "hash"] = "hash",
-    progress: Progress = lambda done, total: None,
+    checkpoint: Path, output: Path, gather: Sequence[str], verify: Literal["size", "hash"], progress: Progress
 ) -> None:
     """Write the optimizer state of a checkpoint to a new folder, in one process, whatever mesh saved it.
 

@@ -177,8 +177,7 @@ def title_of(key: str) -> str:
 
 
 def _chart(figure: Figure, runs: Sequence[Recorded]) -> Chart:
-    chart = Chart(figure.title, figure.unit, figure.note, figure.is_wide, may_be_log=figure.may_be_log)
-    chart.smooth = figure.is_noisy
+    chart = Chart(figure.title, figure.unit, figure.note, figure.is_wide, False, figure.may_be_log, figure.is_noisy)
     most = MOST_POINTS if figure.is_wide else _FEWER_POINTS
     for number, run in enumerate(runs):
         for line in figure.lines:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from configs.reading.toml_text import value_text
 from configs.untrusted import printable, shortened
+from scripts.keel import VERSION
 from scripts.page.experts import BANDS, boxes, recent_shares
 from scripts.page.figures import axes, charts, marks, spans, title_of
 from scripts.page.flags import flags
@@ -53,7 +54,7 @@ _KINDS = [
 """The order of kinds of work in pictures."""
 
 
-def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
+def page(runs: Sequence[Recorded], renew_seconds: int = 0) -> str:
     """Make the page that shows the runs together; it loads itself again every `renew_seconds`, unless they are 0."""
     shown = [{"name": printable(run.name), "marks": marks(run), "axes": axes(run)} for run in runs]
     data = {"runs": shown, "charts": charts(runs), "renew_seconds": renew_seconds}
@@ -80,17 +81,11 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
     renewed = f" It is renewed every {renew_seconds} s." if renew_seconds else ""
     credit = f"{renewed} Curves: uPlot, © Leon Sorokin, MIT licence."
     scripts = [_asset("uplot/uPlot.iife.min.js"), _asset("page.js")]
-    return document(title, body, version, credit, _asset("uplot/uPlot.min.css"), values, scripts)
+    return document(title, body, credit, _asset("uplot/uPlot.min.css"), values, scripts)
 
 
 def document(
-    title: str,
-    body: str,
-    version: str,
-    credit: str = "",
-    style: str = "",
-    values: str = "",
-    scripts: Sequence[str] = (),
+    title: str, body: str, credit: str = "", style: str = "", values: str = "", scripts: Sequence[str] = ()
 ) -> str:
     """Make a page of HTML around `body`, whose policy allows its own style and scripts alone.
 
@@ -106,7 +101,7 @@ def document(
     data = f'<script type="application/json" id="data">{values}</script>\n' if values else ""
     body = f"""<main>
 {body}
-<footer>Made by Keel {escape(version)} on {escape(made)}.{credit}</footer>
+<footer>Made by Keel {escape(VERSION)} on {escape(made)}.{credit}</footer>
 </main>
 {data}{"".join(f"<script>{script}</script>" for script in scripts)}"""
     return whole_file(escaped(title), f"{allowed}; base-uri 'none'; form-action 'none'", style, body)
@@ -149,17 +144,13 @@ def section(title: str, content: str) -> str:
     return f"<section><h2>{title}</h2>{content}</section>" if content else ""
 
 
-def _dot(number: int) -> str:
-    return f'<i class="dot {_color_of_run(number)}"></i>'
-
-
 def _color_of_run(number: int) -> str:
     """The class of a run's color, and of its dash if the colors are repeated."""
     return f"run-{number % _HUES}{' dashed' if number >= _HUES else ''}"
 
 
 def _run_name(run: Recorded, number: int) -> str:
-    return f"{_dot(number)}{escaped(run.name)}"
+    return f'<i class="dot {_color_of_run(number)}"></i>{escaped(run.name)}'
 
 
 def _each(part: Callable[[Recorded], str], runs: Sequence[Recorded], is_folded: bool = False) -> str:
@@ -178,14 +169,12 @@ def _each(part: Callable[[Recorded], str], runs: Sequence[Recorded], is_folded: 
 
 
 def _header(runs: Sequence[Recorded]) -> str:
-    title = escaped(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
-    return f"<header><h1>{title}</h1></header>{_ranking(runs) if len(runs) > 1 else ''}"
-
-
-def _ranking(runs: Sequence[Recorded]) -> str:
+    if len(runs) == 1:
+        return f"<header><h1>{escaped(runs[0].name)}</h1></header>"
     heads, rows = ranking(runs)
     cells = [[_run_name(runs[number], number), *map(escaped, row)] for number, row in rows]
-    return f"<section>{_table(['run', *heads], cells, 'ranking')}</section>"
+    table = _table(["run", *heads], cells, "ranking")
+    return f"<header><h1>{len(runs)} runs</h1></header><section>{table}</section>"
 
 
 def _card(run: Recorded, number: int) -> str:

@@ -28,7 +28,6 @@ def planned_page(
     held: Mapping[int, Mapping[str, float]],
     device_bytes: int | None,
     steps: Mapping[int, Mapping[str, float]],
-    version: str,
     stages: tuple[str, str] = ("", ""),
     lines: Sequence[RankLine] = (),
 ) -> str:
@@ -39,7 +38,6 @@ def planned_page(
         held: bytes by part, by rank of the pipeline.
         device_bytes: the memory of a GPU, None if unknown.
         steps: seconds of a step by part, by rank of the pipeline; empty without a device.
-        version: Keel's.
         stages: of a run with several, words for those that memory and a step are shown of.
         lines: when each rank of the pipeline passes micro-batches and updates; empty without a device.
     """
@@ -55,7 +53,7 @@ def planned_page(
     if lines:
         sections.append(section(f"One step{of_step}, by micro-batch", _timeline(lines)))
     sections += [section(heading, _table(rows)) for heading, rows in tables.items()]
-    return document(title, "".join(sections), version)
+    return document(title, "".join(sections))
 
 
 def _in_order(parts: Mapping[str, float], longest: float) -> dict[str, float]:

@@ -201,7 +201,10 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     replayed = read_stretch(folder, plan.first, plan.last)
     if absent := sorted(plan.steps.keys() - replayed.steps.keys()):
         raise UserError(f"the replay has no fingerprint of step {absent[0]}")
-    changed = _changed(plan.launch, replayed.launches[plan.last], folder)
+    was = plan.launch
+    now = replayed.launches[plan.last]
+    before, after = configs_of(was, now, folder)
+    changed = changed_settings(before, was.mesh, after, now.mesh) | changes(was.environment, now.environment)
     pairs = [(plan.steps[number], replayed.steps[number]) for number in sorted(plan.steps)]
     names = [name for name, _ in plan.launch.parameters]
     found = next(filter(None, (difference(*pair, names, plan.launch.ranks) for pair in pairs)), None)
@@ -230,9 +233,3 @@ def configs_of(was: Launch, now: Launch, folder: Path) -> list[dict[str, Any]]:
         file.write_text(launch.job)
         configs.append(load(str(file), is_stored=True).config.model_dump(mode="json"))
     return configs
-
-
-def _changed(was: Launch, now: Launch, folder: Path) -> dict[str, str]:
-    before, after = configs_of(was, now, folder)
-    settings = changed_settings(before, was.mesh, after, now.mesh)
-    return settings | changes(was.environment, now.environment)

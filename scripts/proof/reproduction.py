@@ -164,24 +164,14 @@ def reasons(planned: Plan, folder: Path, verdict: Verdict) -> Iterator[str]:
         yield f"data: not in these steps, whose tokens are the same, but elsewhere{which}"
     if verdict.holds:
         return
-    changed = _job_changes(planned.launch, now, folder)
+    lines = run_key_diff(*configs_of(planned.launch, now, folder))
+    changed = [line for line in lines if not any(place in line.partition(": ")[0] for place in _PLACES)]
     if changed:
         yield f"job: {'; '.join(changed)}"
     if CODE in verdict.changed:
-        yield f"code: {CODE} {verdict.changed[CODE]}{_folders_of_other_code(planned.launch, now)}"
+        folders = ", ".join(sorted(changes(planned.launch.code, now.code))) if planned.launch.code else ""
+        yield f"code: {CODE} {verdict.changed[CODE]}{f', in {folders}' if folders else ''}"
     if "torch" in verdict.changed:
         yield f"torch: torch {verdict.changed['torch']}"
     if not (read_other or changed or {CODE, "torch"} & verdict.changed.keys()):
         yield "values: data, job, code and torch are the same; the weights at the beginning or a computation are not"
-
-
-def _folders_of_other_code(was: Launch, now: Launch) -> str:
-    """The folders in which Keel's code differs, as words at the end of a line; "" if the file has no hashes of them."""
-    folders = sorted(changes(was.code, now.code)) if was.code else []
-    return f", in {', '.join(folders)}" if folders else ""
-
-
-def _job_changes(was: Launch, now: Launch, folder: Path) -> list[str]:
-    """The run keys that differ from the file's job, but for those that say where something is."""
-    lines = run_key_diff(*configs_of(was, now, folder))
-    return [line for line in lines if not any(place in line.partition(": ")[0] for place in _PLACES)]

@@ -4,8 +4,9 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,27 +30,14 @@ class FamilyProof:
 
     family: str
     refused: str = ""
-    """Why no model of it is built; then there are no outcomes."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    """Why no model of it is built; then there are no rows."""
+    rows: list[Outcome] = field(default_factory=list)
     """First the comparison with transformers, then one process, then each technique."""
 
     @property
     def is_wrong(self) -> bool:
         """Whether a technique computes something else."""
-        return any(outcome.verdict == "wrong" for outcome in self.outcomes)
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields, by name."""
-        return {
-            "family": self.family,
-            "refused": self.refused,
-            "rows": [outcome.as_json() for outcome in self.outcomes],
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "FamilyProof":
-        """The inverse of `as_json`."""
-        return cls(fields["family"], fields["refused"], [Outcome(**row) for row in fields["rows"]])
+        return any(outcome.verdict == "wrong" for outcome in self.rows)
 
 
 @dataclass(frozen=True)
@@ -58,23 +46,27 @@ class FamilyProofs:
 
     made_with: Mapping[str, Any]
     """Versions, ranks and keys, which are the same for all outcomes of a file."""
-    proofs: Sequence[FamilyProof] = ()
+    families: Sequence[FamilyProof] = ()
 
     @classmethod
     def here(cls, ranks: int, overrides: Sequence[str]) -> "FamilyProofs":
         """No proof yet, of what is installed."""
-        return cls({"keys": list(overrides), "ranks": ranks, "torch": _release(), "transformers": _version()})
+        return cls(
+            {"keys": list(overrides), "ranks": ranks, "torch": _release(), "transformers": version("transformers")}
+        )
 
     @classmethod
     def from_text(cls, text: bytes) -> "FamilyProofs":
         """The inverse of `text`; raises ValueError, KeyError or TypeError if it is something else."""
-        fields = json.loads(text)
-        return cls(fields["made_with"], [FamilyProof.from_json(each) for each in fields["families"]])
+        told = json.loads(text)
+        families = told["families"]
+        rows = ([Outcome(**row) for row in each["rows"]] for each in families)
+        proofs = [FamilyProof(each["family"], each["refused"], of) for each, of in zip(families, rows, strict=True)]
+        return cls(told["made_with"], proofs)
 
     def text(self) -> str:
         """The file's content."""
-        fields = {"made_with": self.made_with, "families": [proof.as_json() for proof in self.proofs]}
-        return json.dumps(fields, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
 
 def families_of(pattern: str) -> list[str]:
@@ -102,7 +94,7 @@ def prove_family(
         ranks: the most ranks.
         known: what an earlier proof has of the family, which is not tried again.
     """
-    before = known.outcomes if known else []
+    before = known.rows if known else []
     tried = {outcome.name for outcome in before}
     left = [technique for technique in techniques if technique.name not in tried]
     if known and (known.refused or not left):
@@ -114,7 +106,7 @@ def prove_family(
             job.write_text(small_job(config, 1 << (ranks - 1).bit_length()).text)
             _require_small(job)
             found = _outcomes(pool, job, left, ranks)
-            return FamilyProof(family, outcomes=[*before, *(each for each in found if each.name not in tried)])
+            return FamilyProof(family, rows=[*before, *(each for each in found if each.name not in tried)])
     except ConfigError as error:
         return FamilyProof(family, refused=" ".join(str(error).split()))
 
@@ -214,27 +206,19 @@ PyTorch. The first column compares logits with those of the model that transform
 def families_page(proofs: Sequence[FamilyProof], command: str) -> str:
     """The Markdown page of proofs: the counts, a row for each family that is built, and all reasons."""
     built = sorted((proof for proof in proofs if not proof.refused), key=lambda proof: proof.family)
-    tried = {outcome.name for proof in built for outcome in proof.outcomes}
+    tried = {outcome.name for proof in built for outcome in proof.rows}
     columns = [name for name in ("transformers", *(each.name for each in TECHNIQUES)) if name in tried]
     rows = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for proof in built:
-        signs = {outcome.name: _sign(outcome) for outcome in proof.outcomes}
+        signs = {outcome.name: _sign(outcome) for outcome in proof.rows}
         rows.append(f"| {proof.family} | " + " | ".join(signs.get(name, "") for name in columns) + " |")
-    head = _HEAD.format(command=command, version=_version(), torch=_release(), bound=BOUND)
+    head = _HEAD.format(command=command, version=version("transformers"), torch=_release(), bound=BOUND)
     parts = [head, "## Counts", _counts(built, columns), "## Families", "\n".join(rows)]
     parts += ["## Reasons", _reasons(built), "## Families of which no model is built", _unbuilt(proofs)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("transformers")
-
-
 def _release() -> str:
-    from importlib.metadata import version
-
     return version("torch").partition("+")[0]
 
 
@@ -248,7 +232,7 @@ def _counts(built: Sequence[FamilyProof], columns: Sequence[str]) -> str:
     """A table with the numbers of families by column and verdict."""
     rows = [f"{len(built)} families are built.", "", "| technique | equal | refused | wrong |", "|---|---|---|---|"]
     for name in columns:
-        verdicts = [outcome.verdict for proof in built for outcome in proof.outcomes if outcome.name == name]
+        verdicts = [outcome.verdict for proof in built for outcome in proof.rows if outcome.name == name]
         figures = [str(verdicts.count(verdict)) for verdict in ("equal", "refused", "wrong")]
         rows.append(f"| {name} | {' | '.join(figures)} |")
     return "\n".join(rows)
@@ -258,7 +242,7 @@ def _reasons(built: Sequence[FamilyProof]) -> str:
     """Each reason to refuse, or what is wrong, with the techniques and families of which it is."""
     found: dict[str, dict[str, list[str]]] = {}
     for proof in built:
-        for outcome in proof.outcomes:
+        for outcome in proof.rows:
             if outcome.reason and outcome.verdict != "equal":
                 reason = _without_name(outcome.reason.split("; ")[0], proof.family)
                 found.setdefault(reason, {}).setdefault(outcome.name, []).append(proof.family)

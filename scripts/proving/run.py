@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,10 +40,6 @@ class Outcome:
     block: str = ""
     """The first block whose activations differ; empty if none does."""
     seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields, by name."""
-        return asdict(self)
 
 
 _MARGIN = 10
@@ -190,22 +186,14 @@ def prove_all(prover: Prover, techniques: Sequence[Technique], ranks: int, every
         outcome = prover.outcome(combination)
         yield outcome
         if outcome.verdict == "wrong":
-            for outcome in _shrunk(prover, combination):
-                yield outcome
-                if outcome.verdict == "wrong":
-                    combination = tuple(each for each in combination if each.name in outcome.techniques)
+            for technique in combination:  # one after the other is left out, for good if the rest is wrong
+                smaller = tuple(each for each in combination if each is not technique)
+                if len(smaller) > 1:
+                    outcome = prover.outcome(smaller)
+                    yield outcome
+                    if outcome.verdict == "wrong":
+                        combination = smaller
             known_wrong.append(combination)
-
-
-def _shrunk(prover: Prover, combination: Combination) -> Iterator[Outcome]:
-    """Yield the outcomes without one technique after the other, and leave out for good what a wrong one lacks."""
-    for technique in combination:
-        smaller = tuple(each for each in combination if each is not technique)
-        if len(smaller) > 1:
-            outcome = prover.outcome(smaller)
-            yield outcome
-            if outcome.verdict == "wrong":
-                combination = smaller
 
 
 def not_tried(techniques: Combination, reason: str) -> Outcome:

@@ -37,13 +37,7 @@ class Trained:
     dtype: torch.dtype
 
 
-def load_trained(
-    source: Path,
-    step: int | None = None,
-    device: str = "auto",
-    dtype: str | None = None,
-    tokenizer: Path | None = None,
-) -> Trained:
+def load_trained(source: Path, step: int | None, device: str, dtype: str | None, tokenizer: Path | None) -> Trained:
     """Load a model, whatever mesh has trained it; the optimizer is not read.
 
     Args:

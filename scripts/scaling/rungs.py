@@ -26,6 +26,7 @@ from configs.load import LoadedConfig, load
 from configs.reading.overrides import words
 from configs.schema import Config, Model, Training, is_described
 from scripts.command import refuse_keys
+from scripts.comparison.runs import own_words
 from scripts.widths.widen import width_keys
 from trainer.planning.flops import flops_per_token
 from trainer.planning.unknown_names import require_known_names
@@ -61,7 +62,7 @@ class Rung:
 
     def with_seed(self, seed: int, folder: object) -> tuple[str, ...]:
         """The keys for a run with this seed in `folder`."""
-        return (*self.words, "--training.seed", str(seed), "--job.output_dir", str(folder))
+        return (*self.words, *own_words(seed, folder))
 
 
 def load_target(job: str, overrides: Sequence[str]) -> LoadedConfig:
@@ -90,13 +91,7 @@ def _tokens(config: Config) -> int:
 
 
 def choose_rungs(
-    job: str,
-    overrides: Sequence[str],
-    target: Config,
-    sizes: int,
-    dims: Sequence[int] | None,
-    ranks: int,
-    rule: str = "mup",
+    job: str, overrides: Sequence[str], target: Config, sizes: int, dims: Sequence[int] | None, ranks: int, rule: str
 ) -> list[Rung]:
     """The rungs of a ladder, from the narrowest on.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from checkpoint.index import read_metadata
+from checkpoint.plan import Plans
 from checkpoint.shards import shards_of
 from checkpoint.storage import FolderStorage
 from checkpoint.store import write
@@ -267,7 +268,7 @@ def saved_chunks(row: Row, folder: str) -> dict[str, tuple]:
                     stack.enter_context(patch.object(owner, name, no_gather))
         stack.enter_context(patch.object(dist, "all_gather", gathers_names))
         shards = shards_of(learner.state())
-        write(FolderStorage(), Path(folder), shards, dist.group.WORLD)
+        write(FolderStorage(), Path(folder), shards, dist.group.WORLD, Plans())
     return {name: tuple(shard.offsets) for name, shard in shards.items() if ".experts." in name and shard.local.dim()}
 
 

@@ -66,7 +66,7 @@ def save(folder, run, words, n_steps=3):
 
 def greedy(run, n):
     """The tokens of prompts and texts."""
-    trained = load_trained(run)
+    trained = load_trained(run, None, "auto", None, None)
     prompts = [prompt_tokens(trained.tokenizer, prompt) for prompt in PROMPTS]
     tokens, model = [list(prompt) for prompt in prompts], CachedModel(trained.model, trained.device)
     randomness = generators(0, len(prompts))

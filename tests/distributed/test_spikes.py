@@ -3,11 +3,13 @@
 The data are a constant, which the model soon knows, but for some samples of noise: their loss is a spike.
 """
 
+import errno
 import json
 import math
 import signal
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,8 @@ from trainer.data.sources import SyntheticSource
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
 from trainer.opening import Runtime
+from trainer.proof import fingerprints
+from trainer.report import metrics
 from trainer.report.console import Console
 from trainer.report.metrics import MetricsLog, TimeLedger
 from trainer.saving import Saver
@@ -314,6 +318,30 @@ def assert_same_end(one, other):
     )
     assert state == expected
     assert state["run"]["incidents"]
+
+
+def refused_once(folder, words):
+    """As `train`, on a disk that refuses once each file of the run's records that is opened after going back."""
+    with pytest.MonkeyPatch.context() as patch:
+        refused = []
+        for module in (metrics, fingerprints):
+            patch.setattr(module, "cut_back", partial(_refuse_once, module.cut_back, refused))
+        return train(folder, words, noise=(27,), steps=28), refused
+
+
+def _refuse_once(function, refused, path, step):
+    if step == 20 and path not in refused:
+        refused.append(path)
+        raise OSError(errno.EIO, "Input/output error", str(path))
+    return function(path, step)
+
+
+def test_a_disk_that_refuses_once_does_not_end_a_run_that_goes_back(ranks, tmp_path):
+    words = (*REWIND, "--metrics.fingerprint", "true")
+    [((_, run, message), refused)] = ranks(1, refused_once, str(tmp_path), words)
+    assert (message, [path.name for path in refused]) == ("", ["metrics.jsonl", "fingerprints.jsonl"])
+    assert [each["to_step"] for each in run.incidents] == [20]
+    assert [record["step"] for record in records(tmp_path)] == [*range(1, 29)]
 
 
 @pytest.mark.slow

@@ -136,6 +136,26 @@ def test_two_finished_runs(experiment, tmp_path, capsys):
         write_scores(Path(runs[1]), scores)
 
 
+def test_runs_without_validation_are_one_message(experiment, tmp_path, capsys):
+    _, report, _ = experiment
+    runs = [config["runs"][0] for config in report["configs"]]
+    code, _, seen = run_compare(tmp_path, *runs, "--validation.sources=[]", "--validation.interval=0")
+    assert (code, seen) == (78, [])
+    assert capsys.readouterr().err.startswith("error: validation.sources is empty, so there are no sequences to score")
+
+
+def test_a_finished_run_is_not_taken_for_one_of_other_keys(tmp_path, capsys):
+    """Also where the job file allows it to change: its model would be scored as if it had been trained with them."""
+    job = tmp_path / "job.toml"
+    job.write_text(f'base = "{TINY}"\njob.allow_run_change = true\n')
+    words = (str(job), "--sweep", "optimizer.lr=1e-2,1e-3", *JOB, "--seeds", "1", "--training.steps", "2")
+    assert run_compare(tmp_path, *words)[0] == 0
+    code, _, seen = run_compare(tmp_path, *words, "--optimizer.weight_decay", "0.3")
+    assert (code, len(seen)) == (78, 1)
+    assert "optimizer.weight_decay: 0.1 -> 0.3" in capsys.readouterr().err
+    assert run_compare(tmp_path, *words)[0] == 0
+
+
 def test_scores_of_other_sequences_or_of_another_training_are_not_taken_for_these(experiment, tmp_path):
     """As many sequences, and the same step: only their content tells that they are others."""
     _, report, _ = experiment

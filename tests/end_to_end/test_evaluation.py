@@ -73,7 +73,7 @@ def test_the_scores_are_those_of_the_export_in_transformers(trained: Path, tmp_p
 
     from scripts.evaluation.lm import KeelLM
 
-    model = load_trained(trained / "run", None, "cpu", "float32")
+    model = load_trained(trained / "run", None, "cpu", "float32", None)
     ours = evaluate(model, chosen(trained))
     alone = evaluate(model, chosen(trained, batch_size=1))
     export_hf(trained / "run/checkpoints/step-00000008", tmp_path / "hf", tokenizer_files(trained / "tokenizer.model"))
@@ -191,7 +191,7 @@ def test_a_task_that_is_unknown_is_one_message(trained: Path, monkeypatch):
 
 
 def test_texts_that_do_not_fit_are_one_message(trained: Path):
-    model = load_trained(trained / "run", None, "cpu", "float32")
+    model = load_trained(trained / "run", None, "cpu", "float32", None)
     from scripts.evaluation.lm import KeelLM
 
     with pytest.raises(

@@ -110,7 +110,7 @@ def test_greedy_text_of_its_export_is_that_of_transformers(
     assert export_hf.main([str(moved), str(exported)]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
     for source in (moved, exported):
-        trained = load_trained(source, dtype="float64")
+        trained = load_trained(source, None, "auto", "float64", None)
         prompt = prompt_tokens(trained.tokenizer, PROMPT)
         tokens = torch.tensor([prompt])
         logits = theirs(tokens, use_cache=False).logits  # their norms compute in float32 here

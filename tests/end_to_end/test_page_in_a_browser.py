@@ -150,9 +150,9 @@ def folder(tmp_path_factory):
         columns = {"lr": [1e-3 * (1 - i / n) for i in range(n)], "tokens": [100 * i for i in range(n)]}
         columns |= {"launches": launches, "seconds_by_kind": [{"training": 1.0}] * n}
         runs.append(write_run(folder / name, losses, **columns))
-    (folder / "page.html").write_text(with_script(page(runs, ""), MEASURE))
+    (folder / "page.html").write_text(with_script(page(runs), MEASURE))
     (folder / "used").mkdir()
-    (folder / "used" / "page.html").write_text(with_script(page(runs, ""), USE))
+    (folder / "used" / "page.html").write_text(with_script(page(runs), USE))
     return folder
 
 
@@ -256,7 +256,7 @@ def test_an_address_is_a_view(folder):
 @pytest.mark.parametrize("has_policy", [True, False])
 def test_nothing_from_a_run_folder_runs(tmp_path, has_policy):
     """Not even without the policy, which forbids it once more."""
-    text = with_script(page([evil_run(tmp_path / "runs")], ""), WATCH, place="<title>")
+    text = with_script(page([evil_run(tmp_path / "runs")]), WATCH, place="<title>")
     if not has_policy:
         text = re.sub(r"<meta http-equiv=.*?>", "", text, count=1)
     (tmp_path / "page.html").write_text(text)
@@ -268,7 +268,7 @@ def test_nothing_from_a_run_folder_runs(tmp_path, has_policy):
 
 def test_a_payload_that_is_not_escaped_would_be_seen(tmp_path):
     """Else the test above could not fail."""
-    text = with_script(page([write_run(tmp_path / "run", noise(60))], ""), WATCH, place="<title>")
+    text = with_script(page([write_run(tmp_path / "run", noise(60))]), WATCH, place="<title>")
     text = re.sub(r"<meta http-equiv=.*?>", "", text, count=1).replace("<main>", f"<main>{EVIL}", 1)
     (tmp_path / "page.html").write_text(text)
     found, _ = browse(tmp_path, 1400, is_dark=False)

@@ -67,7 +67,7 @@ def test_a_run_samples_after_its_saves(folder):
     printed = [path.read_text() for path in sorted(Path("run/after_save/samples").glob("*.log"))]
     assert all("\nimport os" in text for text in printed)
     assert printed[0] != printed[1]
-    shown = page([read_run(Path("run"), "run")], "")
+    shown = page([read_run(Path("run"), "run")])
     assert "<figcaption>samples, step 20</figcaption>" in shown
     assert shown.count("tokens/s\n</pre>") == 2
 

@@ -26,6 +26,7 @@ def test_steps_that_overflow_are_skipped_until_the_limit(tmp_path: Path):
     assert outcome.said.count("of the last 4 steps was not finite, and training.max_skipped_steps is 3") == 1
     assert "Traceback (most recent call last)" not in outcome.err.partition("torch/distributed/elastic")[0]
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("failed", 5)
+    assert found[-1]["step"] == 5  # the step that ends the run, too
     # No save while steps are skipped: it would cost a good one its place.
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 

@@ -23,7 +23,7 @@ def test_gpu():
 """
 
 
-@pytest.mark.parametrize("words", [(), ("-m", "gpu")])
+@pytest.mark.parametrize("words", [(), ("-m", "not gpu"), ("-m", "gpu")])
 def test_the_quick_tests_run_on_the_cpu_and_those_of_a_gpu_on_it(null_gpus, tmp_path, words):
     """On a machine with one GPU, a case with two ranks ended with "each rank needs its own GPU"."""
     file = tmp_path / "test_of_a_session.py"

@@ -15,15 +15,6 @@ from trainer import opening
 from trainer.step import Learner
 
 RESUMES = {row.name: row for row in resume.table()}
-CHOSEN_RESUMES = [
-    "FSDP 2, selective, eager",
-    "TP 2, none, eager",
-    "PP 2, full, eager",
-    "CP 2, selective, eager",
-    "owner 2, full, eager",
-    "experts, FSDP 2, none, eager",
-    "FSDP 2, none, compiled",
-]
 
 
 @pytest.mark.long  # a third of the launches of a soak go through torchrun
@@ -150,29 +141,11 @@ def test_full_disk_under_a_whole_run():
         pytest.skip(f"this process may not mount a disk: {error}")
 
 
+# Of those whose meshes test_moving_run.py, test_owner_training.py and a soak launch on, and of the rest, one is enough.
 @pytest.mark.parametrize(
-    "name",
-    marked(
-        CHOSEN_RESUMES,
-        slow=["PP 2, full, eager"],
-        # test_moving_run.py, test_owner_training.py and a soak launch on these meshes again.
-        long=[
-            "FSDP 2, selective, eager",
-            "TP 2, none, eager",
-            "CP 2, selective, eager",
-            "owner 2, full, eager",
-            "experts, FSDP 2, none, eager",
-            "FSDP 2, none, compiled",
-        ],
-    ),
+    "name", marked(RESUMES, slow=["PP 2, full, eager"], long=RESUMES.keys() - {"PP 2, full, eager"})
 )
 def test_resume(ranks, tmp_path, name):
-    resume.torture(ranks, RESUMES[name], tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(RESUMES.keys() - set(CHOSEN_RESUMES)))
-def test_resume_whole(ranks, tmp_path, name):
     resume.torture(ranks, RESUMES[name], tmp_path)
 
 

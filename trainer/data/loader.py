@@ -8,7 +8,7 @@ ranks and any micro-batch size, and one counter is the run's whole position in i
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,28 +86,18 @@ class Step(NamedTuple):
     states: dict[str, dict[str, Any]]
 
 
+@dataclass(eq=False)
 class BatchReader:
-    """Reads the samples of a mixture of sources into micro-batches."""
+    """Reads the samples of a mixture of sources into micro-batches, of windows of seq_len + 1 tokens."""
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        sources: dict[str, SampleSource],
-        seq_len: int,
-        document_mask: bool = False,
-        pin_memory: bool = False,
-        n_further: int = 0,
-    ) -> None:
-        """Read windows of seq_len + 1 tokens; `sources`, by name, must be in the mixture's order.
-
-        Each micro-batch has `n_further` targets beyond the next token (`MicroBatch.further`).
-        """
-        self._mixture = mixture
-        self._sources = sources
-        self._seq_len = seq_len
-        self._document_mask = document_mask
-        self._pin_memory = pin_memory
-        self._n_further = n_further
+    mixture: Mixture
+    sources: dict[str, SampleSource]
+    """Each source by its name, in the mixture's order."""
+    seq_len: int
+    document_mask: bool
+    pin_memory: bool
+    n_further: int
+    """Targets of each token beyond the next one (`MicroBatch.further`)."""
 
     def steps(self, plans: Iterable[np.ndarray]) -> Iterator[Step]:
         """Read samples, of shape (steps, micro-batches, micro_batch) each; _NO_SAMPLE becomes padding."""
@@ -123,13 +113,13 @@ class BatchReader:
         """The same steps, of which sources that are slow to read know a while before each is read."""
         expect = {
             index: source.expect
-            for index, source in enumerate(self._sources.values())
+            for index, source in enumerate(self.sources.values())
             if isinstance(source, TokenSource) and source.folder.place.is_far
         }
         if not expect:
             yield from steps
             return
-        most = min(_EXPECTED_SAMPLES, _EXPECTED_TOKENS // self._seq_len)
+        most = min(_EXPECTED_SAMPLES, _EXPECTED_TOKENS // self.seq_len)
         ahead: deque[Located] = deque()
         for step in steps:
             ahead.append(step)
@@ -142,10 +132,10 @@ class BatchReader:
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The index of each sample's source (-1 for padding), and the sample's address there."""
-        sources, ordinals = self._mixture.locate(samples)
+        sources, ordinals = self.mixture.locate(samples)
         sources[samples == _NO_SAMPLE] = -1
         addresses = np.zeros_like(ordinals)
-        for index, source in enumerate(self._sources.values()):
+        for index, source in enumerate(self.sources.values()):
             chosen = sources == index
             if chosen.any():
                 addresses[chosen] = source.addresses(ordinals[chosen])
@@ -154,21 +144,21 @@ class BatchReader:
     @property
     def start(self) -> Start:
         """Where the mixture starts."""
-        return self._mixture.start
+        return self.mixture.start
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The sources' states, by name."""
-        return {name: source.state() for name, source in self._sources.items()}
+        return {name: source.state() for name, source in self.sources.items()}
 
     def check_unchanged(self) -> None:
         """Raise UserError if the content of a source's files has changed since the start."""
-        for source in self._sources.values():
+        for source in self.sources.values():
             source.check_unchanged()
 
     def _micro_batch(self, samples: np.ndarray, sources: np.ndarray, addresses: np.ndarray) -> MicroBatch:
-        windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
-        starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
-        by_index = list(self._sources.values())
+        windows = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
+        starts = np.zeros(windows.shape, dtype=bool) if self.document_mask else None
+        by_index = list(self.sources.values())
         given: dict[int, np.ndarray] = {}  # targets that are not just the next tokens
         for row, (index, address) in enumerate(zip(sources.tolist(), addresses.tolist(), strict=True)):
             if index >= 0:
@@ -182,26 +172,26 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
-        following = targets.numpy().copy() if self._n_further else targets.numpy()
+        following = targets.numpy().copy() if self.n_further else targets.numpy()
         for row, own_targets in given.items():
             targets[row] = torch.from_numpy(np.where(own_targets < 0, IGNORED, own_targets))
-            if self._n_further:
+            if self.n_further:
                 tokens_behind = known(own_targets)
                 following[row] = np.where(tokens_behind == PADDING, IGNORED, tokens_behind)
         kept = samples[samples != _NO_SAMPLE].tolist()
-        names = list(self._sources)
+        names = list(self.sources)
         read_from = np.unique(sources[sources >= 0]).tolist()
         source = names[read_from[0]] if len(read_from) == 1 else None
         tokens = self._tensor(windows[:, :-1])
         further = None
-        if self._n_further:
+        if self.n_further:
             behind = following, targets.numpy()
-            further = self._tensor(further_tokens(windows[:, :-1], *behind, document_ids, self._n_further))
+            further = self._tensor(further_tokens(windows[:, :-1], *behind, document_ids, self.n_further))
         return MicroBatch(tokens, targets, positions, document_ids, kept, source, further)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """A contiguous copy, in pinned memory if it goes to a GPU."""
-        return torch.empty(array.shape, dtype=torch.int64, pin_memory=self._pin_memory).copy_(torch.from_numpy(array))
+        return torch.empty(array.shape, dtype=torch.int64, pin_memory=self.pin_memory).copy_(torch.from_numpy(array))
 
 
 def further_tokens(
@@ -247,47 +237,40 @@ def _documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index - begins, np.cumsum(starts, axis=1) - starts[:, :1]
 
 
+@dataclass(eq=False)
 class DataLoader:
     """A rank's optimizer steps, each a list of micro-batches.
 
     In training, iteration is endless and continues where it was; in validation, each `iter` begins a new pass.
     """
 
-    def __init__(
-        self,
-        make_steps: Callable[[int], Iterator[Step]],
-        reader: BatchReader,
-        start_sample: int,
-        samples_per_step: int,
-        restarts: bool,
-        order: dict[str, Any],
-        left: dict[str, dict[str, Any]] | None = None,
-    ) -> None:
-        """Iterate over `make_steps(start_sample)`, which uses `reader`.
+    make_steps: Callable[[int], Iterator[Step]]
+    """The steps from a sample on, which `reader` reads."""
+    reader: BatchReader
+    next_sample: int
+    samples_per_step: int
+    restarts: bool
+    """Whether each `iter` begins a new pass."""
+    order: dict[str, Any]
+    """What `_order_of` returns."""
+    left: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The states of sources that earlier stages of the run have read."""
+    _prefetcher: Prefetcher[Step] | None = None
 
-        `order` is from `_order_of`; `left` has the states of sources that earlier stages of the run have read.
-        """
-        self._make_steps = make_steps
-        self._reader = reader
-        self._restarts = restarts
-        self._order = order
-        self._left = left or {}
-        self._states = reader.states()
-        self._next_sample = start_sample
-        self._samples_per_step = samples_per_step
-        self._prefetcher: Prefetcher[Step] | None = None
+    def __post_init__(self) -> None:
+        self._states = self.reader.states()
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        if self._restarts:
+        if self.restarts:
             self.close()
         return self
 
     def __next__(self) -> list[MicroBatch]:
         """The next step's micro-batches; raises what reading them raised."""
         if self._prefetcher is None:
-            self._prefetcher = Prefetcher(partial(self._make_steps, self._next_sample), _PREFETCHED_STEPS)
+            self._prefetcher = Prefetcher(partial(self.make_steps, self.next_sample), _PREFETCHED_STEPS)
         step = next(self._prefetcher)
-        self._next_sample += self._samples_per_step
+        self.next_sample += self.samples_per_step
         self._states = step.states
         return step.micro_batches
 
@@ -297,13 +280,13 @@ class DataLoader:
         `next_sample` alone determines what comes next, in the order that `order` describes. `sources` makes resuming
         there fast, and reveals a change of the data. `merge_state_dicts` merges the states of several ranks.
         """
-        start = self._reader.start.to_json()
-        position = {"next_sample": self._next_sample, "order": self._order, "sources": self._left | self._states}
+        start = self.reader.start.to_json()
+        position = {"next_sample": self.next_sample, "order": self.order, "sources": self.left | self._states}
         return position | ({"start": start} if start else {})
 
     def check_unchanged(self) -> None:
         """Raise UserError if token files have changed since they were opened, so that their fingerprint is wrong."""
-        self._reader.check_unchanged()
+        self.reader.check_unchanged()
 
     def close(self) -> None:
         """End the background thread."""

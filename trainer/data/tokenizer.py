@@ -383,6 +383,8 @@ class _Reader:
 def _training_error(error: RuntimeError, reader: _Reader, output: Path, vocab_size: int) -> UserError:
     reason = str(error).rpartition("] ")[2].strip()  # SentencePiece's message, without its source position
     reason = reason.partition(" or decrease character_coverage")[0]  # an option of SentencePiece's own command
+    if not reader.n_bytes:  # SentencePiece names its own variable
+        reason = "all documents are empty, or there are none"
     return UserError(
         f"cannot train a tokenizer of {vocab_size} pieces on {reader.n_bytes} bytes of text for {output}: {reason}\n"
         "Give it more text, or another vocabulary size (at least 259 plus the characters of the text)"

@@ -6,7 +6,6 @@ run makes after that takes 0.4 ms for 300 steps, and comes between the same two 
 """
 
 import gc
-from types import TracebackType
 
 _INTERVAL = 100
 
@@ -21,7 +20,7 @@ class Garbage:
     def __enter__(self) -> None:
         gc.disable()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         gc.unfreeze()
         gc.enable()
 

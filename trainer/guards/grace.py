@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
@@ -104,7 +103,7 @@ class Grace:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """End the thread, together with the other ranks'; after an error, abandon it.
 
         What failed in the middle of a step may have been stopped as well, as a compiler is by a signal to the whole

@@ -6,15 +6,11 @@ ends a run whose disk stays full or whose folder is gone.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.files import KEPT_BYTES, AppendedFile
-
-_PAUSES = (0.1, 0.3, 1.0, 2.0)
-"""Seconds before the last attempts at the end of a run, whose launcher may soon kill it."""
+from configs.files import KEPT_BYTES, AppendedFile, insist
 
 
 class Outages:
@@ -47,17 +43,11 @@ class Outages:
 
     def insist(self, path: Path, write: Callable[[], None]) -> None:
         """Write `path` for the last time: try again for a few seconds, then warn that it is out of date."""
-        for pause in (*_PAUSES, None):
-            try:
-                write()
-                self._refused.discard(path)
-                return
-            except OSError as error:
-                if pause is None:
-                    reason = error.strerror or error
-                    self._warn(f"{path} could not be written: {reason}; it is out of date")
-                else:
-                    time.sleep(pause)
+        try:
+            insist(write, passes=lambda error: True)
+            self._refused.discard(path)
+        except OSError as error:
+            self._warn(f"{path} could not be written: {error.strerror or error}; it is out of date")
 
     def flush(self, file: AppendedFile) -> None:
         """Write out the records buffered in `file`; if that fails, they are kept for the next time, up to a limit."""

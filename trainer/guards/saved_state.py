@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from configs.errors import UserError
+from configs.untrusted import first_fault
 from trainer.saved_state import RunState
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -60,11 +61,8 @@ def check_saved_state(saved: dict[str, Any]) -> None:
         TypeAdapter(RunState).validate_python(saved["run"])
         unknown = sorted(saved["run"].keys() - {each.name for each in fields(RunState)})
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"the checkpoint's trainer.json is not in the form that Keel writes: {place}: {first['msg']}"
-        ) from None
+        form = "the checkpoint's trainer.json is not in the form that Keel writes"
+        raise UserError(f"{form}: {first_fault(error)}") from None
     if unknown:
         raise UserError(
             f"the checkpoint's trainer.json has the key {unknown[0]}, which this Keel does not know; "

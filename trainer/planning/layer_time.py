@@ -330,13 +330,13 @@ class LayerTime:
         width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
         return [("cp", "all_gather", self.tokens * self.sizes.cp * n_kv_heads(model) * width)]
 
-    def _sums_of_whole(self, layer: int) -> list[tuple[str, str, float]]:
+    def sums_of_whole(self, names: Sequence[str]) -> list[tuple[str, str, float]]:
         """The sums over `tp` of gradients, of matrices that each rank has whole and multiplies some tokens with."""
         if self.sizes.tp == 1:
             return []
         memory = self.memory
-        names = (name for name in memory.model.of_block(layer) if memory.model.tp_dimension(name) is None)
-        shapes = [memory.model.shapes[name] for name in names if name not in memory.frozen]
+        whole = (name for name in names if memory.model.tp_dimension(name) is None)
+        shapes = [memory.model.shapes[name] for name in whole if name not in memory.frozen]
         return [("tp", "all_reduce", prod(shape) * memory.compute_bytes) for shape in shapes if len(shape) > 1]
 
     def between(self, layer: int, kind: str) -> list[tuple[str, str, float]]:
@@ -351,7 +351,9 @@ class LayerTime:
             return found + self._noted_keys(layer)
         if kind == "backward":
             other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-            return [(axis, other.get(op, op), n_bytes) for axis, op, n_bytes in found] + self._sums_of_whole(layer)
+            return [(axis, other.get(op, op), n_bytes) for axis, op, n_bytes in found] + self.sums_of_whole(
+                self.memory.model.of_block(layer)
+            )
         if not self.repeats(layer):
             return []
         kept = self._kept

@@ -286,7 +286,8 @@ class RankMemory:
         if any(self.model.is_before_blocks(name) for name in self.model.shapes.keys() - self.frozen):
             return set()
         first = min((layer for layer in trained if layer is not None), default=self.config.model.n_layers)
-        return {layer for layer in self.layers if layer < first and self.config.mesh.pp == 1}
+        of_first_stage = layers_of_stages(self.config)[0]  # what other stages receive always takes a gradient
+        return {layer for layer in self.layers if layer < first and layer in of_first_stage}
 
     @cached_property
     def micro_batches(self) -> int:

@@ -250,9 +250,6 @@ class Search:
                 training = training.model_copy(update={"micro_batch_size": job.training.micro_batch_size})
             yield stage.model_copy(update=tables | {"training": training})
 
-    def _is_allowed(self, job: Config) -> bool:
-        return not any(check(stage, self.ranks) for stage in (job, *self.later_of(job)))
-
     def _branches(self) -> Iterator[_Branch]:
         for mesh in self._meshes():
             dp = mesh.dp_replicate * mesh.dp_shard
@@ -262,7 +259,7 @@ class Search:
                 for pipeline, way, context in product(*others):
                     tables = {"pipeline": pipeline, "activation_checkpoint": way, "context": context}
                     job = self._with(mesh=mesh, training=training, **tables)
-                    if self._is_allowed(job):
+                    if not any(check(stage, self.ranks) for stage in (job, *self.later_of(job))):
                         for comm in self._comms(mesh.tp):  # on which no rule between keys depends
                             each = job.model_copy(update={"comm": comm})
                             yield _Branch(each, self._least_seconds(each))

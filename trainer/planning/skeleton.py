@@ -4,7 +4,6 @@ They are read from the model itself, built on the meta device, so that an estima
 """
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -37,16 +36,10 @@ class Skeleton:
         """The last module of the group, for each module that a group names."""
         return {module: group[-1] for group in self.plan.fsdp_groups for module in group}
 
+    @cache  # noqa: B019 - skeletons are kept as long as the process
     def block_of(self, name: str) -> int | None:
         """Number of the block that contains a parameter; None if no block does."""
-        if name not in self._block_by_name:
-            modules = [module for module in _modules_of(name) if module in self._blocks]
-            self._block_by_name[name] = self._blocks[modules[0]] if modules else None
-        return self._block_by_name[name]
-
-    @cached_property
-    def _block_by_name(self) -> dict[str, int | None]:
-        return {}
+        return next((self._blocks[module] for module in _modules_of(name) if module in self._blocks), None)
 
     @cached_property
     def _parameters_of_blocks(self) -> dict[int, list[str]]:
@@ -61,20 +54,13 @@ class Skeleton:
         """Names of a block's parameters."""
         return self._parameters_of_blocks[block]
 
-    def kind_of_block(self, block: int, frozen: AbstractSet[str]) -> tuple:
+    @cache  # noqa: B019 - skeletons are kept as long as the process
+    def kind_of_block(self, block: int, frozen: frozenset[str]) -> tuple:
         """The same for blocks with the same parameters, of which the same are frozen."""
-        kind = self._kinds.get((block, frozenset(frozen)))
-        if kind is None:
-            prefix = len(self.plan.blocks[block - self.plan.first_block])
-            kind = tuple((name[prefix:], self.shapes[name], name in frozen) for name in self.of_block(block))
-            self._kinds[block, frozenset(frozen)] = kind
-        return kind
+        prefix = len(self.plan.blocks[block - self.plan.first_block])
+        return tuple((name[prefix:], self.shapes[name], name in frozen) for name in self.of_block(block))
 
-    @cached_property
-    def _kinds(self) -> dict[tuple, tuple]:
-        return {}
-
-    def first_of_kind(self, block: int, frozen: AbstractSet[str]) -> int:
+    def first_of_kind(self, block: int, frozen: frozenset[str]) -> int:
         """The first block that is of the same kind."""
         kind = self.kind_of_block(block, frozen)
         return next(each for each in self._parameters_of_blocks if self.kind_of_block(each, frozen) == kind)

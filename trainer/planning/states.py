@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.layout import MeshSizes
 from configs.schema import Config
-from parallelisms.owner_partition import assign_owners
+from parallelisms.owner_partition import BUCKET_BYTES, assign_owners
 from trainer.optimizers.build import frozen_until, rule_name
 from trainer.optimizers.rule import Rule, rule_of
 from trainer.planning.skeleton import Skeleton, skeleton
@@ -71,6 +71,32 @@ def optimizer_bytes(
         for owner in owners[name]:
             total[owner] += own
     return total
+
+
+def sent_by_owners(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Calls and bytes in which owners broadcast what they have updated, by the axis of the ranks that hold it.
+
+    Args:
+        config, sizes, elements: as for `optimizer_bytes`.
+    """
+    if not sizes.by_owner:
+        return {}
+    model = skeleton(config.model)
+    frozen = always_frozen(config, model)
+    owners = _owners(sizes, model, elements)
+    element = BYTES[config.fsdp.owner_broadcast_dtype or config.training.dtype]
+    found: dict[str, tuple[int, int]] = {}
+    filled: dict[tuple[str, int], int] = {}
+    for name, size in elements.items():
+        if name not in frozen:
+            axis = "expert_replicas" if sizes.ep > 1 and model.is_of_experts(name) else "replicas"
+            bucket = axis, owners[name][0]
+            n_bytes = size * BYTES[config.training.dtype]
+            begins = bucket not in filled or filled[bucket] + n_bytes > BUCKET_BYTES
+            filled[bucket] = n_bytes if begins else filled[bucket] + n_bytes
+            calls, before = found.get(axis, (0, 0))
+            found[axis] = calls + begins, before + size * element
+    return found
 
 
 def _owners(sizes: MeshSizes, model: Skeleton, elements: Mapping[str, int]) -> dict[str, Sequence[int]]:

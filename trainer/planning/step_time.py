@@ -34,7 +34,7 @@ from trainer.planning.layer_time import LayerTime, Seconds, added
 from trainer.planning.memory import Group, distinct_ranks
 from trainer.planning.pipeline_order import zero_bubble_wait
 from trainer.planning.save_time import SaveTime, save_time
-from trainer.planning.states import BYTES, checkpoint_bytes
+from trainer.planning.states import checkpoint_bytes, sent_by_owners
 
 _LAUNCHES = {True: 54, False: 80}
 """Kernels of a layer, forward and backward, compiled and not, with FSDP's."""
@@ -271,8 +271,14 @@ class Rank(LayerTime):
     def _pass_of_group(self, group: Group) -> tuple[Seconds, Seconds]:
         if group.name in self.memory.model.plan.further_blocks:  # like the last layer, and the head again
             forward, backward = self.pass_of(self.config.model.n_layers - 1)
-            return added(forward, self.head()), backward
+            waits = sum(self.network.seconds(op, size, *self.axis(axis)) for axis, op, size in self._joined(group))
+            return added(forward, self.head()), added(backward, {"tp": waits} if waits else {})
         return ({}, {}) if group.layer is None else self.pass_of(group.layer)
+
+    def _joined(self, group: Group) -> list[tuple[str, str, float]]:
+        """What a module that predicts a further token waits for in its backward pass, beside its block's."""
+        block = f"{group.name}.block."
+        return self.sums_of_whole([name for name in group.names if not name.startswith(block)])
 
     def pass_of(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of a layer, computed once for each kind; no backward of one that no gradient reaches."""
@@ -518,13 +524,13 @@ class Rank(LayerTime):
         elements = memory.held.elements
         parameters = elements * memory.state_bytes
         moved = 2 * (parameters + memory.optimizer) + 4 * parameters
-        sent = 0.0
-        if self.sizes.by_owner:
-            element = BYTES[self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype]
-            apart = memory.held.apart
-            sent += self.network.seconds("all_gather", (elements - apart) * element, *self.axis("replicas"))
-            sent += self.network.seconds("all_gather", apart * element, *self.axis("expert_replicas"))
-        return moved / self.device.memory + sent
+        sent = self._sent_by_owners.items()
+        waits = sum(self.network.seconds("broadcast", n_bytes, *self.axis(axis)) for axis, (_, n_bytes) in sent)
+        return moved / self.device.memory + waits
+
+    @cached_property
+    def _sent_by_owners(self) -> dict[str, tuple[int, int]]:
+        return sent_by_owners(self.config, self.sizes, self.memory.shards)
 
     def collectives(self) -> list[Collective]:
         """The collectives of a step by kind, largest first; the few of scalars are left out."""
@@ -576,12 +582,17 @@ class Rank(LayerTime):
             for kind in ("forward",) if layer in idle else ("forward", "backward", "repeated"):
                 for axis, op, size in self.between(layer, kind):
                     yield op, axis, size, micro_batches
+        for group in self.memory.groups:
+            for axis, op, size in self._joined(group) if group.name in self.memory.model.plan.further_blocks else ():
+                yield op, axis, size, micro_batches
         stream = self.tokens * self.config.model.dim * self.memory.compute_bytes
         ends = (0 in self.memory.stages) + self.memory.has_head + 2 * self._n_further  # embeds, and has a head
         of_others = set(range(n_stages(self.config))) - set(self.memory.stages)
         boundaries = sum((stage + 1 in of_others) + (stage - 1 in of_others) for stage in self.memory.stages)
         yield "reduce_scatter", "tp", stream, ends * micro_batches
         yield "all_gather", "tp", stream, (ends - bool(idle)) * micro_batches  # a frozen embedding takes no gradient
+        for axis, (calls, n_bytes) in self._sent_by_owners.items():
+            yield "broadcast", axis, n_bytes / calls, calls
         for op in ("send", "receive"):
             yield op, "pp", self._sent, boundaries * micro_batches
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from configs.errors import UserError
-from configs.files import AppendedFile
+from configs.files import AppendedFile, insist
 from configs.load import LoadedConfig
 from parallelisms.guards.fingerprint import GradientFingerprint
 from parallelisms.ranks import on_rank_zero
@@ -89,11 +89,11 @@ class Fingerprints:
         self.flush()
         self._last_step = step
         try:
-            cut_back(self._file.path, step)
+            insist(lambda: cut_back(self._file.path, step))
             if line:
-                self._file.touch()
+                insist(self._file.touch)
                 self._file.write(f"{line}\n".encode())
-                self._file.flush()
+                insist(self._file.flush)
         except OSError as error:
             raise UserError(f"{error.filename or self._file.path} can't be written: {error.strerror}") from None
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from configs.files import AppendedFile
@@ -108,7 +107,7 @@ class Console:
         warnings.showwarning = self._show_python_warning
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore the warnings, end the live bar and close run.log."""
         logging.getLogger().removeHandler(self._handler)
         warnings.showwarning = self._showwarning
@@ -278,13 +277,7 @@ class Console:
         self._to_log(f"warning: standard {which} can't be written ({reason}); everything is in this file")
 
     def _show_python_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
     ) -> None:
         self.warning(f"{message} ({category.__name__}, {filename}:{lineno})")
 

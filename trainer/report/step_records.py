@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from checkpoint.incarnation import Incarnation
 from configs.errors import UserError
+from configs.files import insist
 from configs.layout import tokens_per_step
 from configs.schema import Config
 from parallelisms.ranks import on_rank_zero
@@ -67,13 +68,15 @@ class StepRecords:
         folder = self.config.job.folder
         try:
             goes_on = goes_back or config.checkpoint.load != "none"  # what this launch has written is its own run's
-            self.wall_clock.open(folder / METRICS_NAME, step, goes_on)
+            insist(lambda: self.wall_clock.open(folder / METRICS_NAME, step, goes_on))
             sinks = Sinks(choose_sinks(config.metrics, folder), self.console.warning)
             run = config.job.name, config.model_dump(mode="json")
             check = self.incarnation.require_newest_known if self.incarnation else None
             if check:
                 check()
-            self._log = MetricsLog(folder, self.console.outages, step, sinks, *run, before_writing=check)
+            self._log = insist(
+                lambda: MetricsLog(folder, self.console.outages, step, sinks, *run, before_writing=check)
+            )
         except OSError as error:
             raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from None
         if self._log.unreadable_lines:

@@ -30,11 +30,11 @@ def duration(seconds: float) -> str:
     """Format seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
     if not seconds < _LONGEST:
         return f"{seconds:g} s"
-    if seconds < 10:
+    if round(seconds, 1) < 10:
         return f"{seconds:.1f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
     whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     if whole < 86400:

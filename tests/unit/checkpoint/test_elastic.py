@@ -16,6 +16,7 @@ from multiprocessing import get_context
 import pytest
 import torch.distributed as dist
 
+from checkpoint import incarnation as incarnations
 from checkpoint import manager as managers
 from checkpoint import manifest as manifests
 from checkpoint.incarnation import FOLDER, Superseded, claim, facts_of, last_sign_of_life, newest_number
@@ -28,9 +29,11 @@ from configs.secret import signed
 from tests.conftest import ROOT
 from tests.unit.checkpoint.test_checkpoint_manager import make_manager, make_state, process_group  # noqa: F401
 from tests.unit.trainer.test_metrics import metrics
+from trainer import run
 from trainer.elastic import release, wait_idle
 from trainer.guards.outages import Outages
-from trainer.lifecycle import StopRequest
+from trainer.lifecycle import StopRequest, write_status
+from trainer.report.console import Console
 from trainer.report.metrics import MetricsLog
 
 TINY = str(ROOT / "tests/end_to_end/tiny.toml")
@@ -205,6 +208,47 @@ def test_a_disk_that_refuses_a_look_for_newer_launches_ends_no_run(tmp_path, mon
     log.write(metrics(2))
     with pytest.raises(Superseded):
         log.flush()
+
+
+def refuse_once(monkeypatch, module, name):
+    """Let a disk refuse the first call of a function; returns a list that is empty from then on."""
+    function, left = getattr(module, name), [errno.EIO]
+
+    def refused(path, *arguments, **options):
+        if left:
+            raise OSError(left.pop(), "Input/output error", path)
+        return function(path, *arguments, **options)
+
+    monkeypatch.setattr(module, name, refused)
+    return left
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "listdir"), (incarnations, "write_atomically")])
+def test_a_disk_that_refuses_once_does_not_keep_a_launch_from_recording_where_it_begins(
+    tmp_path, monkeypatch, module, name
+):
+    launch = claim(tmp_path, {})
+    left = refuse_once(monkeypatch, module, name)
+    launch.begin(7)
+    assert not left
+    assert facts_of(tmp_path / FOLDER, launch.number)["began"] == 7
+
+
+def test_a_disk_that_refuses_once_to_list_checkpoints_does_not_end_a_run_that_goes_back(tmp_path, monkeypatch):
+    manager = make_manager(tmp_path)
+    left = refuse_once(monkeypatch, manifests, "steps_in")
+    assert not manager.can_rewind(10)
+    assert not left
+
+
+def test_the_end_of_a_run_is_recorded_by_a_disk_that_refuses_a_look(tmp_path, monkeypatch):
+    write_status(tmp_path, "running", 5)
+    launch = run._Launch(0, tmp_path, Console(rank=1), StopRequest(), started=time.time())
+    left = [refuse_once(monkeypatch, run, "status_there"), refuse_once(monkeypatch, os, "stat")]
+    run._write_end(launch, "failed", None, "the reason")
+    assert left == [[], []]
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["state"], found["step"], found["reason"]) == ("failed", 5, "the reason")
 
 
 # --------------------------------------------------------------------------- a launch that hangs

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.index import read_metadata
+from checkpoint.plan import Plans
 from checkpoint.shards import shards_of
 from checkpoint.storage import FolderStorage, HashedFile
 from checkpoint.store import read, write
@@ -44,7 +45,7 @@ def test_a_save_holds_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(HashedFile, "write", watched)
         storage = FolderStorage()
         folder = storage.begin(tmp_path / "step-00000001")
-        write(storage, folder, shards_of(state), dist.group.WORLD)
+        write(storage, folder, shards_of(state), dist.group.WORLD, Plans())
         monkeypatch.undo()
         assert len(held) == PARTS
         assert max(held) < 4 * ELEMENTS

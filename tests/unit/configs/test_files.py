@@ -10,7 +10,6 @@ from configs import files
 from configs.errors import UserError, files_that_fail
 from configs.files import AppendedFile, open_plain, replacing, require_plain, write_atomically, write_even_if_full
 from tests.torture.full_disk import fill, free, small_disk
-from trainer.guards import outages as outage
 from trainer.guards.outages import Outages
 
 
@@ -167,7 +166,7 @@ def test_a_record_is_written_once_although_closing_the_file_fails(tmp_path, monk
 
 def test_the_last_version_of_a_file_is_tried_again_and_not_for_ever(tmp_path, monkeypatch):
     said, pauses, refusals = [], [], [None] * 3
-    monkeypatch.setattr(outage.time, "sleep", pauses.append)
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
     outages, path = Outages(said.append, said.append), tmp_path / "status.json"
 
     def write():
@@ -182,6 +181,20 @@ def test_the_last_version_of_a_file_is_tried_again_and_not_for_ever(tmp_path, mo
     outages.insist(path, write)
     assert sum(pauses) < 10
     assert said == [f"{path} could not be written: Stale file handle; it is out of date"]
+
+
+def test_what_a_disk_refuses_for_a_moment_is_done_again_and_other_errors_are_raised_at_once(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    errors = [errno.EIO, errno.ESTALE, errno.EACCES]
+
+    def refused():
+        number = errors.pop(0)
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(PermissionError):
+        files.insist(refused)
+    assert (errors, len(pauses)) == ([], 2)
 
 
 def test_more_than_is_kept_is_counted_and_said(tmp_path, monkeypatch):

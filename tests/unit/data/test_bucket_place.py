@@ -385,7 +385,7 @@ def test_a_loader_gives_the_same_batches_by_several_requests_at_once(folder, tmp
     loaders = [build_loader(config, 0, 1, start_sample=0, validation=validation) for config in configs]
     for here, there in zip(*(iter(loader) for loader in loaders), strict=False):
         assert [batch.digest() for batch in here] == [batch.digest() for batch in there]
-        if loaders[0]._next_sample >= 400:
+        if loaders[0].next_sample >= 400:
             break
     for loader in loaders:
         loader.close()

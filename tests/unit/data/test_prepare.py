@@ -338,6 +338,20 @@ def test_a_document_of_which_the_tokenizer_leaves_nothing_counts_as_empty(corpus
     assert content(tmp_path / "shares" / "train") == content(tmp_path / "out" / "train")
 
 
+def test_copies_of_which_the_tokenizer_leaves_nothing_count_as_empty_in_shares_as_without(
+    corpus, tmp_path, monkeypatch
+):
+    texts = tmp_path / "x.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("some", "  ", "  ", "some", "more")))
+    monkeypatch.setattr("trainer.data.text.shard.encode_document", lambda _, text: list(text.strip().encode()))
+    words = [str(texts), "--tokenizer", str(corpus / "t.model"), "--drop-duplicates", "--processes", "1", "--output"]
+    assert prepare_data([*words, str(tmp_path / "out")]) == 0
+    for step in (["--shard", "0/1"], ["--finish"]):
+        assert prepare_data([*words, str(tmp_path / "shares"), *step]) == 0
+    records = [json.loads((tmp_path / name / "prepare.json").read_text()) for name in ("out", "shares")]
+    assert [(each["empty_documents"], each["duplicates"]) for each in records] == [(2, 1), (2, 1)]
+
+
 def test_a_separator_gives_documents(corpus, tmp_path):
     (tmp_path / "x.txt").write_text("one\n<|end|>two\n<|end|>three")
     options = {"inputs": (tmp_path / "x.txt",), "validation_fraction": 0.0}

@@ -311,6 +311,29 @@ def test_other_text_of_the_same_size_is_another_text(folder, tmp_path, name):
     assert after["cursors"] == {}
 
 
+def test_the_same_text_in_another_place_is_the_same_text(folder, tmp_path):
+    before = source(folder)
+    window(before, 9)
+    state = before.state()
+    copy = shutil.copytree(folder, tmp_path / "text")
+    (copy / "a.jsonl").rename(copy / "0.jsonl")
+    after = source(copy, state).state()
+    assert after == state | {"path": str(copy)}
+    (copy / "0.jsonl").rename(copy / "0.txt")  # which is read in another way
+    assert source(copy, state).state()["cursors"] == {}
+
+
+def test_a_run_of_an_older_keel_whose_fingerprint_has_the_path_goes_on(folder, tmp_path):
+    before = source(folder)
+    window(before, 9)
+    _, with_path = streaming._fingerprints(streaming.pieces(str(folder)), Letters.hash)
+    state = before.state() | {"fingerprint": with_path}
+    assert with_path != before.state()["fingerprint"]
+    assert source(folder, state).state() == state
+    copy = shutil.copytree(folder, tmp_path / "text")
+    assert source(copy, state).state()["cursors"] == {}
+
+
 def test_of_a_large_text_blocks_of_every_file_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "FULL_CHECK_BYTES", 1000)
     monkeypatch.setattr(streaming, "_BLOCK_BYTES", 10)

@@ -398,6 +398,17 @@ def test_a_saved_dataset_is_read_once(tmp_path):
     assert files_of(str(tmp_path / "in" / "*" / "*.arrow"), BadFiles()) == [arrow]
 
 
+def test_what_lists_the_splits_of_a_saved_dataset_is_no_data(tmp_path):
+    split = tmp_path / "in" / "one" / "train"
+    split.mkdir(parents=True)
+    for path in (split / "state.json", split / "dataset_info.json", split.parent / "dataset_dict.json"):
+        path.write_text("{}")
+    for pattern in ("in/**", "**", "in/one/**", "in/one/*"):
+        assert files_of(str(tmp_path / pattern), BadFiles()) == [split], pattern
+    with pytest.raises(UserError, match="no file matches this pattern"):
+        files_of(str(tmp_path / "in" / "one" / "*.json"), BadFiles())
+
+
 def test_links_are_followed_once(tmp_path):
     (tmp_path / "outside/deep").mkdir(parents=True)
     (tmp_path / "outside/deep/x.txt").write_text("linked")

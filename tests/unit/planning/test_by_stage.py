@@ -10,7 +10,7 @@ import train
 from configs.checks import check
 from configs.layout import mesh_sizes
 from configs.load import load
-from configs.run_stages import Border, RunStage, largest, stage_of, steps_of_stages
+from configs.run_stages import Border, RunStage, largest_first, stage_of, steps_of_stages
 from configs.schema import Config
 from scripts import plan
 from scripts.tuning import Tuning
@@ -67,8 +67,8 @@ def test_stages_that_the_run_does_not_reach_take_nothing(capsys):
     assert [each["stage"] for each in found["stages"]] == [1, 2]
     assert max(each["peak_bytes"] for each in found["stages"]) == found["memory_by_kind"][0]["peak_bytes"]
     job = load("olmo3_7b_stages.toml", world_size=64)
-    assert largest(job.stages, 1_461_499).config.training.seq_len == 65_536
-    assert largest(job.stages, 1_461_498).config.training.seq_len == 8_192
+    assert largest_first(job.stages, 1_461_499)[0].config.training.seq_len == 65_536
+    assert largest_first(job.stages, 1_461_498)[0].config.training.seq_len == 8_192
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_tuned_job_is_possible_and_fits_in_every_stage(tmp_path):
     job = load(str(tmp_path / "staged.toml"))
     stage = job.later_stages[0].config
     tuning = Tuning(job, GPU, 8, 1.3 * 2**30)
-    outcome = tuning.search(2)
+    outcome = tuning.search(2).run()
     for best in outcome.best:
         config = under(best.config, stage)
         assert not check(config, 2)

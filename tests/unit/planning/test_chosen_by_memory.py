@@ -9,7 +9,7 @@ import pytest
 from configs.errors import ConfigError
 from configs.layout import accumulation_steps, mesh_sizes
 from configs.load import load
-from configs.run_stages import largest
+from configs.run_stages import largest_first
 from configs.table import with_keys
 from scripts import plan
 from tests.end_to_end.launch import TINY, curve, launch, launch_here
@@ -141,7 +141,7 @@ training.micro_batch_size = 1
 def test_each_stage_computes_at_most_as_many_tokens_at_once_as_the_largest(tmp_path):
     (tmp_path / "staged.toml").write_text(STAGED)
     staged = load(str(tmp_path / "staged.toml"), (), 1)
-    choice = planned_choice(largest(staged.stages, 20).config, 1, None)
+    choice = planned_choice(largest_first(staged.stages, 20)[0].config, 1, None)
     configs = [stage.config for stage in with_choice(staged, choice).stages]
     assert [each.training.micro_batch_size for each in configs] == [8, 8, 2, 1]
     for each in configs:

@@ -32,6 +32,7 @@ SMALL = (
     "--activation_checkpoint.mode none"
 )
 HYBRID = '--model.layers ["delta","full"] --model.n_experts 16 --mesh.ep 1'
+FROZEN = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.0.*",freeze=true}]'
 FEW_EXPERTS = "--model.n_layers 4 --model.n_experts 16"
 
 
@@ -412,7 +413,11 @@ def test_a_rank_of_one_kind_has_shares_and_its_collectives_stand_by_axis(capsys)
         ("llama_1b.toml", "--mesh.tp 2"),
         ("llama_1b.toml", "--mesh.tp 2 --activation_checkpoint.mode full"),
         ("llama_1b.toml", "--mesh.tp 2 --activation_checkpoint.mode selective"),
+        ("llama_1b.toml", "--mesh.tp 2 --model.multi_token.depth 1"),
+        ("llama_1b.toml", "--mesh.dp_shard 1 --mesh.dp_replicate 8 --fsdp.partition owner"),
+        ("mixtral_8x7b.toml", "--mesh.dp_shard 1 --mesh.dp_replicate 8 --mesh.ep 2 --fsdp.partition owner"),
         ("llama_7b.toml", "--mesh.pp 2"),
+        ("llama_7b.toml", f"--mesh.pp 2 --mesh.tp 2 --model.n_layers 4 --optimizer.groups {FROZEN}"),
         ("mixtral_8x7b.toml", "--mesh.ep 2"),
         ("mixtral_8x7b.toml", "--mesh.ep 2 --activation_checkpoint.mode full"),
         ("mixtral_8x7b.toml", "--mesh.ep 2 --mesh.tp 2"),
@@ -422,12 +427,12 @@ def test_a_rank_of_one_kind_has_shares_and_its_collectives_stand_by_axis(capsys)
 )
 def test_collectives_have_the_bytes_that_a_traced_step_has(name, words):
     config = job(name, 8, f"{SMALL} {words}")
-    counted = {(each.op, each.axis): each.n_bytes for each in estimate_step(config, 8, H100).slowest.collectives}
+    counted = {(each.op, each.axis): each.n_bytes for each in estimate_step(config, 8, H100).by_kind[0].collectives}
     traced = {(kind.op, kind.axis): traffic.n_bytes for kind, traffic in trace_step(config, 8, 0).items()}
     found, large = ({kind: n for kind, n in each.items() if n > 2**20} for each in (counted, traced))
     assert found.keys() == large.keys()
     for kind, n_bytes in large.items():
-        assert found[kind] == pytest.approx(n_bytes, rel=2e-3), kind  # without the norms' sums over tp
+        assert found[kind] == pytest.approx(n_bytes, rel=3e-3), kind  # without the norms' sums over tp
 
 
 def test_collectives_of_modules_that_predict_further_tokens_are_counted():
@@ -439,6 +444,35 @@ def test_collectives_of_modules_that_predict_further_tokens_are_counted():
     # A micro-batch, of four: two pairs forward and two backward in the block; what embeds and the head have one each.
     with_one = calls("--model.multi_token.depth 1")
     assert {op: with_one[op] - n for op, n in calls("").items()} == {"all_gather": 24, "reduce_scatter": 24}
+
+
+def test_the_matrix_that_joins_what_a_further_token_is_predicted_from_is_summed_over_tp():
+    config = job("llama_1b.toml", 8, f"{SMALL} --mesh.tp 2 --model.multi_token.depth 2")
+    (found,) = (each for each in estimate_step(config, 8, H100).slowest.collectives if each.op == "all_reduce")
+    assert (found.axis, found.calls, found.n_bytes) == ("tp", 2 * 4, 2 * 4 * 2 * (2 * 2048 * 2048))
+
+
+@pytest.mark.parametrize(("words", "element"), [("", 4), ("--fsdp.owner_broadcast_dtype bfloat16", 2)])
+def test_owners_broadcast_what_they_train(words, element):
+    """As `trace_step` counts, of which a test below compares the bytes."""
+    owners = "--mesh.dp_shard 1 --mesh.dp_replicate 4 --fsdp.partition owner --model.tie_embeddings false"
+    config = job("llama_1b.toml", 4, f"{SMALL} {owners} --optimizer.groups {FROZEN} {words}")
+    found = next(each for each in estimate_step(config, 4, H100).slowest.collectives if each.op == "broadcast")
+    trained = 128256 * 2048 + 2048 + 2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048 + 2 * 2048
+    assert found.axis == "replicas"
+    assert found.n_bytes == pytest.approx(trained * element, abs=found.calls)
+    assert found.seconds > 0
+
+
+def test_frozen_layers_of_a_pipelines_first_stage_alone_have_no_backward_pass():
+    """Later stages receive activations that take a gradient, whatever trains."""
+    words = f"{SMALL} --model.n_layers 8 --mesh.pp 2 --pipeline.schedule interleaved_1f1b --optimizer.groups"
+    groups = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.[0-4].*",freeze=true}]'
+    config = job("llama_7b.toml", 2, f"{words} {groups}")
+    layers = [rank_of(config, 2, H100, 8, place).memory.layers for place in (0, 1)]
+    idle = [rank_of(config, 2, H100, 8, place).memory.idle_layers for place in (0, 1)]
+    assert idle == [set(layers[0][: layers[0].index(max(idle[0])) + 1]), set()]
+    assert max(idle[0]) < min(layers[1])
 
 
 def test_gradients_of_matrices_that_each_rank_has_whole_are_summed_over_tp():
@@ -458,8 +492,7 @@ def test_layers_that_no_gradient_reaches_have_no_backward_pass():
         words = f"{SMALL} --mesh.tp 2 --activation_checkpoint.mode full --model.tie_embeddings false"
         return estimate_step(job("llama_1b.toml", 2, f"{words} --optimizer.groups {groups}"), 2, H100)
 
-    frozen = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.0.*",freeze=true}]'
-    plain, partly = planned("[]"), planned(frozen)
+    plain, partly = planned("[]"), planned(FROZEN)
     for part, of_plain, of_partly in (("products", 6, 4), ("recomputation", 2, 1)):
         assert partly.parts[part] * of_plain == pytest.approx(plain.parts[part] * of_partly), part
     calls, fewer = ({each.op: each.calls // 16 for each in step.slowest.collectives} for step in (plain, partly))

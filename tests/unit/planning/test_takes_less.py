@@ -94,7 +94,7 @@ def test_a_launch_warns_before_it_builds_anything(monkeypatch, tmp_path, gib, de
     monkeypatch.setattr(announce.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(announce.dist, "get_world_size", lambda: 1)
     console = type("Console", (), {"warning": staticmethod(said.append)})
-    announce.warn_if_too_large(job("llama_1b.toml", 1), torch.device(device), console)
+    announce.warn_if_too_large(job("llama_1b.toml", 1), torch.device(device), console, None, None)
     assert len(said) == len(warned)
     assert all(part in text for part, text in zip(warned, said, strict=True))
     assert all("training.micro_batch_size" in text for text in said if "memory" in text)

@@ -66,7 +66,7 @@ def test_a_law_that_does_not_fit_has_a_wide_interval():
 def test_rungs_of_a_large_job():
     job, words = LLAMA
     target = load_target(job, words).config
-    rungs = choose_rungs(job, words, target, 5, None, 1)
+    rungs = choose_rungs(job, words, target, 5, None, 1, "mup")
     assert [rung.dim for rung in rungs] == [512, 1024, 1536, 2048, 2560]
     whole = target.training
     for rung in rungs:
@@ -145,14 +145,14 @@ def test_by_compute_a_model_is_no_deeper_than_the_job_and_has_both_kinds_of_laye
 def test_a_job_with_owners_has_rungs_on_several_ranks(tmp_path):
     job = tmp_path / "owners.toml"
     job.write_text('base = "debug.toml"\n[mesh]\ndp_replicate = 2\ndp_shard = 1\n[fsdp]\npartition = "owner"\n')
-    rungs = choose_rungs(str(job), (), load_target(str(job), ()).config, 5, None, 2)
+    rungs = choose_rungs(str(job), (), load_target(str(job), ()).config, 5, None, 2, "mup")
     assert [rung.job.config.mesh.dp_shard for rung in rungs] == [-1] * 5
 
 
 def test_batches_are_whole_on_several_ranks():
     job, words = LLAMA
     target = load_target(job, words).config
-    rungs = choose_rungs(job, words, target, 4, [512, 1024, 1536, 2048], 3)
+    rungs = choose_rungs(job, words, target, 4, [512, 1024, 1536, 2048], 3, "mup")
     assert all(rung.job.config.training.global_batch_size % 3 == 0 for rung in rungs)
 
 
@@ -173,7 +173,7 @@ def test_whatever_is_a_part_of_the_run_stays_that_part():
         *("--lr_schedule.warmup_tokens", "122880"),
     )
     target = load_target("debug.toml", words).config
-    rung = choose_rungs("debug.toml", words, target, 5, None, 1)[-1].job.config
+    rung = choose_rungs("debug.toml", words, target, 5, None, 1, "mup")[-1].job.config
     assert rung.optimizer.groups[0].freeze_until_step == rung.training.steps // 10
     tokens = rung.training.steps * rung.training.global_batch_size * rung.training.seq_len
     assert rung.lr_schedule.total_tokens == tokens

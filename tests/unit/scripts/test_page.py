@@ -54,7 +54,7 @@ class Page(HTMLParser):
 
 
 def made(*runs):
-    return Page(page(runs, "1.2.3"))
+    return Page(page(runs))
 
 
 def test_known_keys_have_their_charts_and_other_numbers_get_one(tmp_path):
@@ -181,7 +181,7 @@ def test_a_long_run_gives_a_small_page_soon_with_every_extreme(tmp_path):
     columns = {"lr": np.linspace(1e-3, 0, n).tolist(), "tokens": [*range(n)], "tokens_per_second": noise(n, 1)}
     run = write_run(tmp_path / "run", losses.tolist(), **columns, mfu=noise(n, 2))
     began = time.process_time()
-    text = page([replace(run, name=name) for name in "abc"], "")
+    text = page([replace(run, name=name) for name in "abc"])
     assert time.process_time() - began < 30
     assert len(text) < 1_000_000
     (loss,) = [chart for chart in Page(text).data["charts"] if chart["title"] == "Loss"]
@@ -228,7 +228,7 @@ def test_planned_and_measured_are_a_table(tmp_path):
     compared = {"plan": plan | {"evil": 3}, "planned_parts": {"products": 0.25, "evil": "text"}}
     columns = {key: [None, value] for key, value in compared.items()}
     run = write_run(tmp_path / "run", [3.0, 2.0], **columns)
-    text = re.sub("<[^>]+>", " ", page([run], "1"))
+    text = re.sub("<[^>]+>", " ", page([run]))
     assert re.search(r"Step seconds\s+500 ms\s+1.2 s\s+150.0%\s+Memory peak bytes\s+1.00 GiB\s+512 MiB\s+-50.0%", text)
     assert re.search(r"products\s+250 ms", text)
     assert not {"Plan", "Planned parts"} & {chart["title"] for chart in charts([run])}
@@ -278,7 +278,7 @@ def test_nothing_is_loaded_and_the_policy_forbids_it(tmp_path):
 
 
 def test_the_policy_allows_the_pages_own_styles_and_scripts_by_their_hashes(tmp_path):
-    text = page([write_run(tmp_path / "run", noise(60))], "")
+    text = page([write_run(tmp_path / "run", noise(60))])
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', text)
     inline = re.findall(r"<(style|script)>(.*?)</\1>", text, re.S)
     assert [kind for kind, _ in inline] == ["style", "script", "script"]
@@ -301,7 +301,7 @@ def test_what_a_link_out_of_the_run_names_is_not_shown(tmp_path):
     log = run.folder / "after_save/samples/step-00000010.log"
     log.unlink()
     log.symlink_to(tmp_path / "secret")
-    assert "a secret" not in page([run], "")
+    assert "a secret" not in page([run])
 
 
 EVIL = """done"'><script>run()</script><img src=x onerror="document.title='owned'"><b onclick=run()>\u202e</script>"""
@@ -337,7 +337,7 @@ def evil_run(folder, evil=EVIL):
 @pytest.mark.parametrize("n_runs", [1, 2, 5])
 def test_a_strangers_text_stays_text(tmp_path, n_runs):
     evil = evil_run(tmp_path)
-    text = page([evil, *(write_run(tmp_path / f"<b>{i}", noise(60)) for i in range(n_runs - 1))], "<i>")
+    text = page([evil, *(write_run(tmp_path / f"<b>{i}", noise(60)) for i in range(n_runs - 1))])
     found = Page(text)
     assert [tag for tag, _ in found.tags].count("script") == 3
     assert not [tag for tag, _ in found.tags if tag == "img" or tag not in KNOWN_TAGS]
@@ -391,7 +391,7 @@ def distorted(folder, distortions):
 
 def require_a_page(run):
     """A page of short numbers."""
-    text = page([run, run], "")
+    text = page([run, run])
     body = text[text.index("<main>") : text.index('<script type="application/json"')]
     assert not re.search(r"\d[\d,]{30}", body)
     Page(text)
@@ -485,7 +485,7 @@ def test_a_run_that_may_not_be_read_is_left_out_and_its_checkpoints_are_not_need
 def test_a_page_is_written_again_while_a_run_is_running(tmp_path, capsys, monkeypatch):
     """The page is a stand-in: its renewal and the run's step."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "page", lambda runs, version, renew=0: json.dumps([renew, runs[0].step]))
+    monkeypatch.setattr(report, "page", lambda runs, renew=0: json.dumps([renew, runs[0].step]))
     write_run(tmp_path / "run", noise(6), {"state": "running"})
     seen, slept = [], []
 

@@ -33,7 +33,7 @@ def bars(text):
 
 
 def test_bars_show_the_parts_of_each_rank():
-    text = planned_page("a job", {"The job": [("fits", "yes & <no>")]}, MEMORY, 2**31, STEPS, "1.2.3")
+    text = planned_page("a job", {"The job": [("fits", "yes & <no>")]}, MEMORY, 2**31, STEPS)
     first, second, step, last = bars(text)
     assert [(name, width) for name, _, width in first] == [("parameters", 50), ("loss", 25), ("free", 25)]
     assert [(name, width) for name, _, width in second] == [("parameters", 25), ("gradients", 25), ("free", 50)]
@@ -54,7 +54,7 @@ def test_bars_show_the_parts_of_each_rank():
 
 
 def test_memory_beyond_a_gpus_fills_the_bar():
-    (bar, _) = bars(planned_page("a job", {}, MEMORY, 2**20, {}, "1"))
+    (bar, _) = bars(planned_page("a job", {}, MEMORY, 2**20, {}))
     assert bar[-1] == ("free", "kind-none", 0.0)
 
 
@@ -82,7 +82,7 @@ def test_a_timeline_shows_each_pass_where_and_as_long_as_it_is(ranks):
     config = job("llama_8b.toml", ranks, "--mesh.pp 4 --pipeline.schedule 1f1b --training.global_batch_size 16")
     lines = timeline(config, ranks, H100)
     until = max(line.passes[-1].end for line in lines)
-    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", lines=lines)
+    text = planned_page("a job", {}, MEMORY, 2**31, {}, lines=lines)
     drawn = re.findall(r'<svg class="(?:passes|beside)".*?</svg>', text)
     rows = [row for line in lines for row in (line.passes, line.fsdp) if row]
     assert len(drawn) == len(rows) == (4 + 4 if ranks > 4 else 4)
@@ -103,6 +103,6 @@ def test_a_timeline_shows_each_pass_where_and_as_long_as_it_is(ranks):
 def test_a_long_timeline_is_cut(monkeypatch):
     monkeypatch.setattr(planned, "_MOST_PASSES", 20)
     lines = timeline(job("llama_8b.toml", 4, "--mesh.pp 4 --training.global_batch_size 8"), 4, H100)
-    text = planned_page("a job", {}, MEMORY, 2**31, {}, "1", lines=lines)
+    text = planned_page("a job", {}, MEMORY, 2**31, {}, lines=lines)
     assert len(re.findall(r"<title>(?:forward|backward) of", text)) == 20
     assert "the first 20 of 68 passes" in text

@@ -171,6 +171,19 @@ def test_a_folder_that_does_not_exist_is_told_before_the_work(tmp_path, capsys):
     assert f"there is no folder {tmp_path}/none; create it" in capsys.readouterr().err
 
 
+def test_what_a_stopped_proof_of_families_has_written_is_told(tmp_path, capsys, monkeypatch):
+    def proofs(*_):
+        yield FamilyProof("olmo", "", [])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prove, "_prove_families", proofs)
+    file = tmp_path / "a.json"
+    assert prove.main(["olm[o]", "--json", str(file)]) == 130
+    assert f"stopped; {file} has the families proven so far, and the same command goes on" in capsys.readouterr().err
+    assert prove.main(["olm[o]"]) == 130
+    assert "stopped; nothing was written" in capsys.readouterr().err
+
+
 def hf_job(tmp_path, **fields):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))
@@ -352,13 +365,13 @@ def test_reasons_are_joined_by_what_they_say():
     refused = Outcome("TP 2", ("TP 2",), 2, "refused", "opt has no plan of tensor parallelism; set tp = 1")
     other = replace(refused, reason="bloom has no plan of tensor parallelism; set tp = 1")
     cast = Outcome("FSDP 2", ("FSDP 2",), 2, "equal", f"{FLOAT32}, in which the model itself computes x")
-    proofs = [FamilyProof("opt", outcomes=[cast, refused]), FamilyProof("bloom", outcomes=[other])]
+    proofs = [FamilyProof("opt", rows=[cast, refused]), FamilyProof("bloom", rows=[other])]
     text = families_page([*proofs, FamilyProof("bert", "bert is shared")], "keel prove")
     assert "| opt | ≈ | - |" in text
     assert "- the family has no plan of tensor parallelism: TP 2: all" in text
     assert "- the family is shared: bert" in text
-    assert not FamilyProof("opt", outcomes=[cast, refused]).is_wrong
-    assert FamilyProof("opt", outcomes=[replace(cast, verdict="wrong")]).is_wrong
+    assert not FamilyProof("opt", rows=[cast, refused]).is_wrong
+    assert FamilyProof("opt", rows=[replace(cast, verdict="wrong")]).is_wrong
 
 
 FAMILY_JOBS = (

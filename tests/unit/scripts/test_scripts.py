@@ -18,6 +18,7 @@ from scripts import (
     compare,
     coordinates,
     data,
+    evaluate,
     fork,
     ladder,
     parity,
@@ -26,6 +27,7 @@ from scripts import (
     report,
     reproduce,
     sample,
+    score,
     train_tokenizer,
 )
 from scripts.command import end, folder_for, run_command
@@ -234,6 +236,16 @@ def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
         (benchmark.main, ["loader", "--training.seq_len", "512"], "--training.seq_len 512: the loader is measured"),
         (compare.main, ["debug", "debug", "--job.output_dir", "here"], "--job.output_dir: --output FOLDER names"),
         (ladder.main, ["debug", "--job.output_dir", "here"], "--job.output_dir: --output FOLDER names"),
+        (
+            compare.main,
+            ["debug", "debug", "--job.allow_run_change", "true"],
+            "--job.allow_run_change: each run trains from its beginning",
+        ),
+        (
+            ladder.main,
+            ["debug", "--job.allow_run_change=true"],
+            "--job.allow_run_change: each run trains from its beginning",
+        ),
         (ladder.main, ["debug", "--mesh.tp", "2"], "--mesh.tp: a ladder's runs choose this themselves"),
     ],
 )
@@ -343,10 +355,67 @@ def test_ctrl_c_is_one_message(capsys, monkeypatch, main, words, place):
 
 def test_figures_that_can_not_be_written_are_a_message(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("scripts.benchmarks.bare.loader_speed", lambda: 7.0)
-    assert benchmark.main(["loader", "--json", str(tmp_path / "none" / "speed.json")]) == 1
-    assert f"{tmp_path}/none/speed.json: No such file or directory" in capsys.readouterr().err
+    assert benchmark.main(["loader", "--json", f"{tmp_path}/none/speed.json"]) == 78
+    assert f"--json {tmp_path}/none/speed.json: there is no folder {tmp_path}/none" in capsys.readouterr().err
+    assert benchmark.main(["loader", "--json", str(tmp_path)]) == 78
+    assert f"--json {tmp_path} is a folder; name a file" in capsys.readouterr().err
     assert benchmark.main(["loader", "--json", str(tmp_path / "speed.json")]) == 0
     assert json.loads((tmp_path / "speed.json").read_text()) == {"loader_tokens_per_second": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (coordinates.main, ["debug.toml", "--dims", "96,192", "--json"]),
+        (compare.main, ["debug.toml", "debug.toml", "--json"]),
+        (evaluate.main, ["runs/debug", "--tasks", "arc_easy", "--json"]),
+        (plan.main, ["debug.toml", "--ranks", "1", "--html"]),
+    ],
+)
+def test_a_folder_that_does_not_exist_is_told_before_the_work(tmp_path, capsys, main, words):
+    assert main([*words, str(tmp_path / "none" / "file")]) == 78
+    assert f"{words[-1]} {tmp_path}/none/file: there is no folder {tmp_path}/none" in capsys.readouterr().err
+
+
+def test_a_file_is_not_taken_for_a_run_folder(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    assert score.main([str(file)]) == 1
+    assert f"{file}: not a folder; name a run folder" in capsys.readouterr().err
+
+
+def test_a_picture_that_can_not_be_written_is_told_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert coordinates.main(["debug.toml", "--dims", "96,192", "--output", str(tmp_path)]) == 78
+    assert f"--output {tmp_path} is a folder; name a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--random 1 --ranks 2", "--random draws ranks and keys itself; leave it or --ranks out"),
+        ("--move-at 2", "--move-at goes with --ranks"),
+        ("--random 1 --evaluate-at 1", "--evaluate-at goes with --ranks"),
+        ("--ranks 2 --seed 3", "--seed goes with --random"),
+        ("--ranks 2 --rows TP*", "--rows does not go with --ranks"),
+        ("--random 1 --exact", "--exact does not go with --random"),
+    ],
+)
+def test_an_option_of_another_form_of_parity_is_refused(capsys, words, says):
+    with pytest.raises(SystemExit):
+        parity.main(words.split())
+    assert says in capsys.readouterr().err
+
+
+def test_the_reason_why_a_single_parity_job_is_refused_is_whole(capsys):
+    assert parity.main(["--ranks", "1", "--training.steps", "0"]) == 0
+    assert "refused: --training.steps: training.steps must be an integer > 0, got 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("option", "step"), [("--move-at", 3), ("--evaluate-at", 2)])
+def test_a_parity_job_that_ends_before_it_moves_or_is_evaluated_is_refused(capsys, option, step):
+    assert parity.main(["--ranks", "1", "--training.steps", "2", option, str(step)]) == 78
+    assert f"{option} {step}: " in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_not_written_under_a_name_that_says_otherwise(tmp_path, capsys):

@@ -227,6 +227,11 @@ def _suffix(path: str) -> str:
     return os.path.splitext(os.path.splitext(path)[0] if _is_compressed(path) else path)[1].lower()
 
 
+def read_by(path: str) -> str:
+    """The part of a file's name that decides how it is read: its suffix, and that of a compression."""
+    return _suffix(path) + (os.path.splitext(path)[1].lower() if _is_compressed(path) else "")
+
+
 def _has_json_lines(path: Path) -> bool:
     """Whether a .json file's first line is an object, with another line after it."""
     if not path.is_file():

@@ -22,6 +22,8 @@ STDLIB = "python_stdlib"
 HUB = "hub:"
 NO_STDLIB_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 """Folders excluded from the standard library: tests (some contain broken text on purpose), installed packages."""
+_DICT = "dataset_dict.json"
+"""The file beside the splits of a saved DatasetDict, which lists them and holds no text."""
 
 
 def files_of(input: str, bad: BadFiles) -> list[Path]:
@@ -38,7 +40,7 @@ def files_of(input: str, bad: BadFiles) -> list[Path]:
     if path.exists() or path.is_symlink():
         return _below(path, bad)
     if has_magic(input):
-        if found := sorted(glob(input, recursive=True)):
+        if found := sorted(name for name in glob(input, recursive=True) if os.path.basename(name) != _DICT):
             return _each_once(file for name in found for file in _below(Path(name), bad))
         raise UserError(f"{whole(input)}: no file matches this pattern")
     what = f"inputs are files, folders, patterns, {HUB}NAME, or {STDLIB}"
@@ -89,7 +91,7 @@ def _below(path: Path, bad: BadFiles, left_out: Set[str] = frozenset()) -> list[
     """The path itself, or a folder's files without those in folders of the names `left_out`, ordered by path."""
     if not path.is_dir() or is_saved_dataset(path):
         return [path]
-    if (path / "dataset_dict.json").is_file():
+    if (path / _DICT).is_file():
         return [_only_split(path)]
     return sorted(_walk(path, bad, left_out), key=lambda file: file.relative_to(path).as_posix())
 
@@ -111,7 +113,7 @@ def _walk(folder: Path, bad: BadFiles, left_out: Set[str]) -> Iterator[Path]:
                 seen.add(_identity(path))
                 if is_saved_dataset(path):
                     yield path
-                elif (path / "dataset_dict.json").is_file():
+                elif (path / _DICT).is_file():
                     yield _only_split(path)
                 else:
                     kept.append(name)

@@ -80,11 +80,7 @@ def examine(
 
 
 def examined(
-    files: Sequence[tuple[str, Path]],
-    keys: Keys,
-    bad: BadFiles,
-    threads: int = 1,
-    report: Callable[[int], None] = lambda n_bytes: None,
+    files: Sequence[tuple[str, Path]], keys: Keys, bad: BadFiles, threads: int, report: Callable[[int], None]
 ) -> Iterator[list[InputFile]]:
     """Do the work of `examine`; yields one list for each file, since a saved dataset has several."""
     done = 0

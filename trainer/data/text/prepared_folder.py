@@ -117,10 +117,7 @@ def is_finished(output: Path, settings: Settings, advice: str = ADVICE) -> bool:
 
 
 def check_inputs(
-    output: Path,
-    settings: Settings,
-    say: Callable[[str], None],
-    if_changed: Callable[[str], None] | None = None,
+    output: Path, settings: Settings, say: Callable[[str], None], if_changed: Callable[[str], None] | None
 ) -> None:
     """Compare the inputs with a finished folder's, as far as they still exist.
 

@@ -97,12 +97,16 @@ def write_shard(shard: Shard) -> dict[str, Any]:
             if not document.text:
                 empty += 1
                 continue
-            if number in copies:
+            is_copy = number in copies
+            if is_copy and document.text.strip():
                 duplicates += 1
                 continue
             tokens = encode(shard, document)
             if not len(tokens):  # white space, of a tokenizer that drops it and has neither BOS nor EOS
                 empty += 1
+                continue
+            if is_copy:
+                duplicates += 1
                 continue
             is_held_out = is_validation(document.content, shard.settings.validation_fraction)
             outputs.add(VALIDATION if is_held_out else TRAIN, tokens, document.n_bytes)

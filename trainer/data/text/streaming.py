@@ -25,7 +25,7 @@ token files).
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -38,7 +38,7 @@ import xxhash
 from configs.errors import UserError
 from trainer.data.lengths import Read
 from trainer.data.text.bad_files import BadFiles
-from trainer.data.text.documents import Keys, Piece, pieces, read
+from trainer.data.text.documents import Keys, Piece, pieces, read, read_by
 from trainer.data.text.hub import pin
 from trainer.data.text.inputs import content_files
 from trainer.data.tokenizer import Tokenizer, encode_document
@@ -178,7 +178,9 @@ class TextSource:
         self._earlier = [Read(*each) for each in earlier]
         self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
-        self._fingerprint = text_fingerprint(layout, tokenizer.hash)
+        self._fingerprint, earlier_form = _fingerprints(layout, tokenizer.hash)
+        if state is not None and state["fingerprint"] == earlier_form:
+            self._fingerprint = earlier_form  # of a run that an older Keel has begun
         if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text are meaningless
             state = {"sizes": [], "cursors": {}}
         self._rows = Rows(path, text_key, layout, list(state["sizes"]), repeat)
@@ -292,15 +294,26 @@ class TextSource:
 def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str) -> str:
     """Hash of everything that decides which window is which: the text, its division into pieces, and the tokenizer.
 
-    At most FULL_CHECK_BYTES of text are read, in blocks spread evenly over each file: a replaced file is noticed, a
-    replaced word in a larger corpus may not be. For a hub dataset, the commit identifies the text.
+    The text may be in another place, under other names. At most FULL_CHECK_BYTES of it are read, in blocks spread
+    evenly over each file: a replaced file is noticed, a replaced word in a larger corpus may not be. For a hub dataset,
+    the commit identifies the text.
     """
-    paths = dict.fromkeys(Path(piece.path) for piece in layout if piece.kind != "hub")
-    files = [file for path in paths for file in content_files(path)]
+    return _fingerprints(layout, tokenizer_hash)[0]
+
+
+def _fingerprints(layout: Sequence[Piece], tokenizer_hash: str) -> tuple[str, str]:
+    """The fingerprint, and the form that it had until paths were left out of it."""
+    paths = dict.fromkeys(piece.path for piece in layout if piece.kind != "hub")
+    files = [file for path in paths for file in content_files(Path(path))]
     share = min(1.0, FULL_CHECK_BYTES / max(1, sum(piece.n_bytes for piece in layout if piece.kind != "hub")))
     contents = [_content_hash(file, share) for file in files]
-    parts = [(piece.path, piece.start, piece.stop) for piece in layout]
-    return xxhash.xxh3_128_hexdigest(repr((tokenizer_hash, VIRTUAL_SHARDS, parts, contents)).encode())
+    numbered = {path: f"{number}{read_by(path)}" for number, path in enumerate(paths)}
+
+    def hashed(names: Mapping[str, str]) -> str:
+        parts = [(names.get(piece.path, piece.path), piece.start, piece.stop) for piece in layout]
+        return xxhash.xxh3_128_hexdigest(repr((tokenizer_hash, VIRTUAL_SHARDS, parts, contents)).encode())
+
+    return hashed(numbered), hashed({})
 
 
 def _content_hash(file: Path, share: float) -> str:
