@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from configs import files
 from tests.end_to_end.launch import curve, launch_here, status
 from tests.torture.full_disk import RUN_DISK_BYTES, small_disk
-from trainer.guards import outages
 from trainer.trainer import Trainer
 
 TWO_STEPS = ("--training.steps", "2")
@@ -137,7 +137,7 @@ def test_the_last_status_is_written_or_a_warning_says_that_it_is_not(
 
     monkeypatch.setattr(Path, "replace", refusing)
     monkeypatch.setattr(Trainer, "train", train)
-    monkeypatch.setattr(outages, "_PAUSES", (0.1, 0.1))
+    monkeypatch.setattr(files, "_PAUSES", (0.1, 0.1))
     assert launch_here(tmp_path, *TWO_STEPS) == 0
     assert status(tmp_path / "run")["state"] == state
     warning = f"{tmp_path}/run/status.json could not be written: Stale file handle; it is out of date"
