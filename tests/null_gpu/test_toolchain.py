@@ -50,17 +50,21 @@ print(environment.device_type(load("debug.toml")))
 """
 
 
-@pytest.mark.parametrize("version", ["13000", "12020"])
-def test_a_driver_that_is_too_old_for_torch(null_gpus, tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "devices", "says"),
+    [
+        ("13000", "1", "cuda\n"),
+        ("13000", "0", "cpu\n"),  # the job has none of the host's
+        ("12020", "1", "can't use them: The NVIDIA driver on your system is too old (found version 12020)."),
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch(null_gpus, tmp_path, version, devices, says):
     """A process of its own asks, since torch asks the driver once."""
     (tmp_path / "nvidia0").touch()
     told = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASK, tmp_path],
-        env=os.environ | null_gpus | {"KEEL_NULL_GPU_DRIVER": version},
+        env=os.environ | null_gpus | {"KEEL_NULL_GPU_DRIVER": version, "KEEL_NULL_GPUS": devices},
         capture_output=True,
         text=True,
     )
-    if version == "13000":
-        assert told.stdout == "cuda\n", told.stderr
-    else:
-        assert "can't use them: The NVIDIA driver on your system is too old (found version 12020)." in told.stderr
+    assert says in told.stdout + told.stderr

@@ -103,15 +103,16 @@ def device_type(job: LoadedConfig) -> str:
 
 def _why_gpus_are_unusable() -> str:
     """What torch's CUDA build says of the NVIDIA GPUs that it can't use, such as a driver that is too old for it; "" if
-    there are none, if they are hidden from it, or if the build is for CPUs."""
+    there are none, if they are not this process's (hidden, or another job's), or if the build is for CPUs."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     if torch.version.cuda is None or is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
         return ""
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        return str(error).splitlines()[0].rstrip(".")
-    return "it finds none"
+        said = str(error).splitlines()[0].rstrip(".")
+        return "" if said.startswith("No CUDA GPUs are available") else said
+    return ""
 
 
 def _check_gpu(job: LoadedConfig, local_rank: int, local_ranks: int) -> None:

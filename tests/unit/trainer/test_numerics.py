@@ -165,6 +165,19 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over(device):
     assert device_type(job("--job.device", "cpu")) == "cpu"
 
 
+@pytest.mark.usefixtures("unusable_gpus")
+def test_gpus_of_another_job_are_not_missed(monkeypatch):
+    """Slurm's device files of a host that gives this job none of its GPUs."""
+
+    def refuse():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert device_type(job()) == "cpu"
+    with pytest.raises(ConfigError, match="torch sees no CUDA device here"):
+        device_type(job("--job.device", "cuda"))
+
+
 def test_gpus_that_are_hidden_or_not_there_are_not_missed(monkeypatch, unusable_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device_type(job()) == "cpu"
