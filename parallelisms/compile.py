@@ -9,7 +9,9 @@ blocks share torch's limit of graphs for the same code, which is 8 unless it is 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
+from threading import RLock
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ def compiled(function: Callable, name: str, options: dict[str, Any] | None) -> C
         ConfigError: when it is called, if torch can't compile it.
         OutageError: when it is called, if a compiler or a disk of this host fails.
     """
+    _bar_without_semaphore()
     # Sequences of another length, in another stage of the run, get a graph of their own. By default, torch would then
     # compile one for all lengths, whose bits a resumed run, which sees one length alone, would not have.
     graphs = torch.compile(function, fullgraph=True, dynamic=False, options=options or None)
@@ -81,3 +84,15 @@ def compiled(function: Callable, name: str, options: dict[str, Any] | None) -> C
             raise ConfigError(message) from error
 
     return compiled_or_refused
+
+
+def _bar_without_semaphore() -> None:
+    """Give tqdm, whose progress bar inductor makes, a lock of threads.
+
+    Its own holds a semaphore. A training process ends without the interpreter's shutdown (train.py), and Python 3.14
+    then warns that the semaphore is leaked.
+    """
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(RLock())

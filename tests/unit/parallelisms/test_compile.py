@@ -1,5 +1,7 @@
 """Compiled blocks in one process: how many graphs they may have."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -76,3 +78,20 @@ def test_the_options_of_a_mode():
     always = {"use_static_cuda_launcher": False}
     assert compiler_options(Compile()) == always
     assert compiler_options(Compile(mode="reduce-overhead")) == always | {"triton.cudagraphs": True}
+
+
+BAR = """
+import multiprocessing, os
+multiprocessing.set_start_method("spawn")  # as it is, but for forks, by default in Python 3.14
+from parallelisms.compile import compiled
+compiled(len, "the loss", None)
+from tqdm import tqdm
+list(tqdm("abc", disable=True))
+os._exit(0)
+"""
+
+
+def test_a_process_that_compiles_leaks_no_semaphore():
+    """Inductor shows a bar of tqdm, and train.py ends its process without the interpreter's shutdown."""
+    done = subprocess.run([sys.executable, "-c", BAR], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
