@@ -16,7 +16,7 @@ import xxhash
 
 from checkpoint.bucket import AT_ONCE, Bucket, BucketError, Patience, Stored, errors_for_user
 from configs.errors import UserError
-from configs.files import replacing
+from configs.files import is_file, replacing
 from configs.places import is_url, standing_for, url_fault
 
 Progress = Callable[[int, int | None, str], None]
@@ -138,7 +138,7 @@ def _bring_all(bucket: Bucket, objects: Mapping[str, Stored], target: Path, prog
 
 def remove_others(folder: Path, keys: Collection[str]) -> None:
     """Remove the files of a folder that are copies of no object."""
-    for path in [path for path in folder.rglob("*") if path.is_file()]:
+    for path in [path for path in folder.rglob("*") if is_file(path)]:
         if path.relative_to(folder).as_posix() not in keys:
             path.unlink()
 
@@ -223,7 +223,7 @@ def put_folder(folder: Path, url: str, manifest: str, progress: Progress, put: P
     Raises:
         UserError: a file is too large, the bucket refuses, or has another manifest.
     """
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if is_file(path)}
     sizes = {key: path.stat().st_size for key, path in files.items()}
     bucket = bucket_for(files.values(), url)
     put = put or put_file

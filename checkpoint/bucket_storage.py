@@ -44,7 +44,7 @@ from checkpoint.manifest import (
 )
 from checkpoint.storage import FolderStorage, HashedFile
 from configs.errors import UserError
-from configs.files import replacing, write_atomically
+from configs.files import exists, is_file, is_link, replacing, write_atomically
 from configs.places import standing_for, url_fault
 from configs.untrusted import parse_json
 
@@ -166,7 +166,7 @@ class BucketStorage(FolderStorage):
         if (place_told(checkpoint) or {}) | {"has_content": False} != told:
             write_atomically(_place_file(checkpoint), [json.dumps(told)])
         for name, size in sizes.items():
-            if not (folder / name).exists() or (folder / name).stat().st_size != size:
+            if not exists(folder / name) or (folder / name).stat().st_size != size:
                 (folder / name).unlink(missing_ok=True)  # a fork may have it as well
                 with (folder / name).open("ab") as file:
                     file.truncate(size)
@@ -193,13 +193,13 @@ class BucketStorage(FolderStorage):
         # Unlike `rglob`, `walk` goes on where a folder is removed meanwhile.
         for path in sorted(Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names):
             key = path.relative_to(self._folder).as_posix()
-            if not _NOT_PUT.search(key) and path.is_file() and not path.is_symlink():
+            if not _NOT_PUT.search(key) and is_file(path) and not is_link(path):
                 self._push_file(path, key)
 
     def push_status(self) -> None:
         """Put status.json, so that others see that the run is alive."""
         path = self._folder / "status.json"
-        if path.exists():
+        if exists(path):
             self._push_file(path, path.name)
 
     def _push_file(self, path: Path, key: str) -> None:
@@ -304,7 +304,7 @@ class BucketStorage(FolderStorage):
         """A bucket has no size."""
 
     def remove(self, checkpoint: Path) -> None:
-        if checkpoint.exists():
+        if exists(checkpoint):
             super().remove(checkpoint)
         place = self._key(checkpoint)
         self._places.pop(checkpoint, None)
@@ -382,7 +382,7 @@ def local_copy(name: str) -> Path:
     for run in [""] if "" in ends or f"{FOLDER}/000001.json" in keys else ends:
         BucketStorage(Bucket(f"{place}/{run}"), folder / run).fetch()
     found = folder / inside.removeprefix("/")
-    if not ends or not found.exists():
+    if not ends or not exists(found):
         raise UserError(f"{name}: there is no run or checkpoint of that name in the bucket")
     return found
 
@@ -553,7 +553,7 @@ class _Download(io.RawIOBase):
             for key, size in found:
                 self._parts.append((at, at + size, key))
                 at += size
-            if self._file.exists() and at != (size := self._file.stat().st_size):
+            if exists(self._file) and at != (size := self._file.stat().st_size):
                 raise self._damage(f"it has {at} bytes in {self._bucket.url} instead of {size}")
         return self._parts
 

@@ -13,7 +13,7 @@ import xxhash
 from checkpoint.bucket_storage import with_tensors
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, step_folder, steps_in
 from configs.errors import UserError, listed
-from configs.files import replacing, whole
+from configs.files import exists, is_file, is_folder, is_link, replacing, whole
 from configs.untrusted import read_file
 
 HF_CONFIG_NAME = "config.json"
@@ -37,7 +37,7 @@ def find_checkpoint(source: Path, step: int | None = None) -> Path:
         UserError: there is none.
     """
     found = _find(source, step, may_be_hf=False)
-    if not (found / MANIFEST_NAME).exists():
+    if not exists(found / MANIFEST_NAME):
         raise UserError(f"{whole(source)} is a Hugging Face folder, not a checkpoint; keel import makes one of it")
     return found
 
@@ -52,17 +52,17 @@ def find_model(source: Path, step: int | None = None) -> Path:
 
 
 def _find(source: Path, step: int | None, may_be_hf: bool) -> Path:
-    is_model = (source / MANIFEST_NAME).exists() or (source / HF_CONFIG_NAME).exists()
+    is_model = exists(source / MANIFEST_NAME) or exists(source / HF_CONFIG_NAME)
     if is_model and step is not None:
         raise UserError(f"{source} is one checkpoint, so --step {step} has no meaning; leave it out, or name the run")
     if is_model:
         return source
-    if not source.is_dir():
+    if not is_folder(source):
         kinds = ", a checkpoint or a Hugging Face folder" if may_be_hf else " or a checkpoint"
         raise UserError(f"{whole(source)}: {_missing(source)}; name a run (runs/debug){kinds}")
     root = source if source.name == "checkpoints" else source / "checkpoints"
     steps = steps_in(root)
-    if not steps and not root.is_dir() and not (source / "config.toml").exists():
+    if not steps and not is_folder(root) and not exists(source / "config.toml"):
         kinds = ", nor a run, nor a Hugging Face folder" if may_be_hf else ", nor a run"
         raise UserError(f"{whole(source)} is not a checkpoint (no {MANIFEST_NAME} in it){kinds}{_runs_said(source)}")
     if not steps:
@@ -77,15 +77,15 @@ def _find(source: Path, step: int | None, may_be_hf: bool) -> Path:
 
 def require_run(folder: Path) -> None:
     """Raise UserError if `folder` is not a run's."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{whole(folder)}: {_missing(folder)}; name a run folder, such as runs/debug")
-    if not (folder / "config.toml").is_file():
+    if not is_file(folder / "config.toml"):
         raise UserError(f"{whole(folder)} is not a run folder: it has no config.toml{_runs_said(folder)}")
 
 
 def _missing(folder: Path) -> str:
     """What is wrong with a path that is no folder, for a message."""
-    return "not a folder" if folder.exists() else "no such folder"
+    return "not a folder" if exists(folder) else "no such folder"
 
 
 def _runs_said(folder: Path) -> str:
@@ -116,7 +116,7 @@ def tokenizer_of(checkpoint: Path) -> Path | None:
 
 def kept_tokenizer(run: Path) -> Path | None:
     """The copy of the tokenizer that a run was last launched with; None if its folder has none."""
-    return next((path for path in _current(run) if path.is_file()), None)
+    return next((path for path in _current(run) if is_file(path)), None)
 
 
 def keep_tokenizer(tokenizer: Path, run: Path) -> None:
@@ -128,7 +128,7 @@ def keep_tokenizer(tokenizer: Path, run: Path) -> None:
     content = read_file(tokenizer, MAX_TOKENIZER_BYTES)
     digest = xxhash.xxh3_128_hexdigest(content)
     target = run / f"tokenizer{'.json' if tokenizer.suffix == '.json' else '.model'}"
-    if not target.is_symlink() and _hash(target) == digest:
+    if not is_link(target) and _hash(target) == digest:
         return
     for before in _current(run):
         if old := _hash(before):

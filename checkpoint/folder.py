@@ -17,7 +17,7 @@ from checkpoint.find import find_checkpoint
 from checkpoint.manifest import step_folder, steps_in
 from checkpoint.storage import remove_unfinished
 from configs.errors import ConfigError, UserError
-from configs.files import synced, whole
+from configs.files import exists, is_folder, synced, whole
 from configs.places import standing_for
 from configs.schema import Checkpoint
 
@@ -58,14 +58,14 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
     own = [step_folder(root, each) for each in reversed(steps) if step is not None and each >= step]
     times = _times_gone_back(own)
     if own and own != [start] and go_back <= times:
-        fallback = [start] if start.is_dir() and start not in own else []
+        fallback = [start] if is_folder(start) and start not in own else []
         advice = f"to go back to it, set checkpoint.go_back = {times + 1}"
         return Choice([*own, *fallback], f"{setting}, but this run has its own checkpoints from that step on; {advice}")
     if isinstance(load, int) and load not in steps:
         known = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {known}")
     if isinstance(load, str):
-        if not start.is_dir():
+        if not is_folder(start):
             what = 'no such folder (use "latest", "none", a step or a path)'
             raise ConfigError(f'checkpoint.load = "{load}": {what}: {whole(load)}')
         manifests.read_manifest(start)
@@ -123,7 +123,7 @@ def prepare(root: Path, log: Callable[[str], None], warn: Callable[[str], None])
 def is_own(root: Path, found: Path, step: int) -> bool:
     """Whether the checkpoint of `step` at `found` is the one in `root`, which may be a link to another disk."""
     own = step_folder(root, step)
-    return own.exists() and own.samefile(found)
+    return exists(own) and own.samefile(found)
 
 
 def set_aside(root: Path, newest_kept: int | None, metrics: Path | None = None) -> Path | None:
@@ -140,7 +140,7 @@ def set_aside(root: Path, newest_kept: int | None, metrics: Path | None = None) 
     aside = root / f"abandoned-{_last_abandoned(root) + 1:03d}"
     try:
         aside.mkdir()
-        if metrics and metrics.exists():
+        if metrics and exists(metrics):
             shutil.copyfile(metrics, aside / metrics.name)
         for step in reversed(steps):  # newest first: after a crash, the older part of the lineage remains
             folder = step_folder(root, step)

@@ -28,7 +28,7 @@ from typing import Self
 from checkpoint.incarnation import FOLDER, facts_of, last_sign_of_life, newest_number
 from checkpoint.manifest import MANIFEST_NAME
 from configs.errors import UserError
-from configs.files import open_plain
+from configs.files import is_file, open_plain
 
 LOCK_NAME = ".lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -158,7 +158,7 @@ def not_being_read(folder: Path) -> Iterator[None]:
     """
     with ExitStack() as files:
         for manifest in (folder / MANIFEST_NAME, *folder.glob(f"step-*/{MANIFEST_NAME}")):
-            if not manifest.is_file():
+            if not is_file(manifest):
                 continue
             # NFS gives an exclusive lock only on a file opened for writing.
             file = files.enter_context(manifest.open("rb+"))

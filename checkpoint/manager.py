@@ -38,7 +38,7 @@ from checkpoint.storage import FolderStorage, commit
 from checkpoint.store import SaveFailed, save_failed
 from checkpoint.verify import content_damages
 from configs.errors import UserError
-from configs.files import insist
+from configs.files import exists, insist
 from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_rank_zero
 
@@ -357,7 +357,7 @@ class CheckpointManager:
                 return [str(self._storage.begin(checkpoint)), None]
             if is_known:
                 return [None, None]
-            if (checkpoint / MANIFEST_NAME).exists():
+            if exists(checkpoint / MANIFEST_NAME):
                 found = manifests.read_manifest(checkpoint)
                 if found.run_id == self._run_id:
                     return [None, asdict(found)]

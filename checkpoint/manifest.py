@@ -19,6 +19,7 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
 from configs.errors import UserError
+from configs.files import exists, is_file, is_folder, is_link
 from configs.run_stages import in_effect
 from configs.untrusted import MAX_JSON_BYTES, first_fault, parse_json, printable, read_file, require_64_bits
 
@@ -176,10 +177,10 @@ def step_folder(root: Path, step: int) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """The steps that have a folder under their final name, in order; none if `root` does not exist."""
-    if not root.is_dir():
+    if not is_folder(root):
         return []
     # A link counts even if its target is missing: skipping it would silently resume from an older step.
-    folders = (path for path in root.iterdir() if path.is_symlink() or path.is_dir())
+    folders = (path for path in root.iterdir() if is_link(path) or is_folder(path))
     matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folders)
     return sorted(int(match[1]) for match in matches if match)
 
@@ -271,8 +272,8 @@ def _hint(folder: Path) -> str:
 def _check_files(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise damaged(folder, f"{name} is {'no plain file' if path.is_symlink() or path.exists() else 'missing'}")
+        if is_link(path) or not is_file(path):
+            raise damaged(folder, f"{name} is {'no plain file' if is_link(path) or exists(path) else 'missing'}")
         if path.stat().st_size != entry.size:
             raise damaged(folder, f"{name} has {path.stat().st_size} bytes instead of {entry.size}")
     extra = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {MANIFEST_NAME})

@@ -30,7 +30,7 @@ from checkpoint.manifest import (
     sealed,
 )
 from configs.errors import UserError
-from configs.files import sync_folder, synced
+from configs.files import is_folder, is_link, sync_folder, synced
 
 _REMOVED = f".removed{UNFINISHED}"
 
@@ -221,7 +221,7 @@ def _renamed_away(folder: Path) -> Path:
 
 def _remove_tree(folder: Path) -> None:
     """Remove a folder with its content; if it is a link, only the link, since its target is not ours."""
-    if folder.is_symlink() or not folder.is_dir():
+    if is_link(folder) or not is_folder(folder):
         folder.unlink()
     else:
         shutil.rmtree(folder)

@@ -40,6 +40,7 @@ from checkpoint.shards import Shard
 from checkpoint.storage import FolderStorage, HashedFile
 from checkpoint.tensor_stream import entry_of, require_stored
 from configs.errors import OutageError, UserError, listed
+from configs.files import is_folder
 from parallelisms.ranks import Json, error_as_json, error_of, gather, on_rank_zero
 
 
@@ -155,7 +156,7 @@ def write(
 
 def save_failed(storage: FolderStorage, folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
     """Create the error for a checkpoint of `n_bytes` that could not be written to `folder`."""
-    if not folder.parent.is_dir():
+    if not is_folder(folder.parent):
         return SaveFailed(f"checkpoint {folder.stem} could not be written: the folder {folder.parent} is gone")
     free = storage.room(folder.parent)
     needed = "" if n_bytes is None else f"the checkpoint takes {n_bytes:,} bytes"

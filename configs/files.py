@@ -1,4 +1,4 @@
-"""Writes Keel's files safely against crashes, full disks and links in untrusted folders.
+"""Looks at files, and writes Keel's safely against crashes, full disks and links in untrusted folders.
 
 A file is replaced as a whole (`replacing`, `write_atomically`) or appended to, record by record (`AppendedFile`).
 Either way a reader, or the next launch after a crash, finds only complete content.
@@ -25,6 +25,8 @@ KEPT_BYTES = 16 << 20
 """Bytes that an `AppendedFile` keeps in memory while the disk refuses: about 50,000 lines of metrics."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk without room."""
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Error numbers that say that nothing is at a path."""
 _PAUSES = (0.1, 0.3, 1.0, 2.0)
 """Seconds before further attempts; the launcher of a run that ends may soon kill it."""
 Result = TypeVar("Result")
@@ -34,6 +36,45 @@ _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 def whole(path: str | Path) -> str:
     """Write a path as messages about a missing file show it: absolute, so that one sees where Keel looked."""
     return os.path.abspath(path)  # unlike resolve(), it keeps the names of symbolic links
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is something at a path.
+
+    An error, such as of a disk that does not answer, says nothing of that. From Python 3.14 on, `Path.exists`,
+    `is_file`, `is_dir` and `is_symlink` are False then, and a run would begin again as if it had no checkpoints.
+
+    Raises:
+        OSError: the system can't say.
+    """
+    return _mode(path) is not None
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is a regular file, or a link to one. Raises: as `exists`."""
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is a folder, or a link to one. Raises: as `exists`."""
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def is_link(path: str | Path) -> bool:
+    """Whether there is a symbolic link, also one that leads nowhere. Raises: as `exists`."""
+    return stat.S_ISLNK(_mode(path, follow_symlinks=False) or 0)
+
+
+def _mode(path: str | Path, follow_symlinks: bool = True) -> int | None:
+    """What is at a path, as in `os.stat_result.st_mode`; None: nothing."""
+    try:
+        return os.stat(path, follow_symlinks=follow_symlinks).st_mode
+    except ValueError:  # it has a null character
+        return None
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return None
 
 
 def insist(
@@ -122,7 +163,7 @@ def replacing(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
     """
     if not path.name:  # "." and "/"
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not path.parent.exists():  # open() would name the temporary file
+    if not exists(path.parent):  # open() would name the temporary file
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     temporary = path.with_name(f".{path.name}{writer and f'.{writer}'}.tmp")
     temporary.unlink(missing_ok=True)
@@ -265,7 +306,7 @@ class AppendedFile:
         self._doubtful_at = None
 
     def _is_there(self, record: bytes) -> bool:
-        if self._doubtful_at is None or not self.path.is_file():
+        if self._doubtful_at is None or not is_file(self.path):
             return False
         with self.path.open("rb") as file:
             file.seek(self._doubtful_at)

@@ -19,7 +19,7 @@ from configs.checks.idle import idle_keys
 from configs.checks.rule import Problem
 from configs.elastic import Choice, check_elastic
 from configs.errors import ConfigError, UserError
-from configs.files import whole
+from configs.files import exists, is_file, is_folder, whole
 from configs.own_code import admit, is_import_path, look_in
 from configs.reading import hf_config, own_options
 from configs.reading.explain import MAX_EXPLAINED, Mistake, explain, wrong_paths
@@ -181,13 +181,13 @@ def find_job_file(name_or_path: str) -> Path:
         candidates += [JOB_FILES / name_or_path, JOB_FILES / f"{name_or_path}.toml"]
     try:
         for candidate in candidates:
-            if candidate.is_file():
+            if is_file(candidate):
                 return candidate
-        is_something = path.exists()
+        is_something = exists(path)
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise ConfigError(f"job {name_or_path}: cannot be read: {error.strerror}") from None
     if is_something:
-        what = "a folder; name the job file in it" if path.is_dir() else "not a regular file, which a job must be"
+        what = "a folder; name the job file in it" if is_folder(path) else "not a regular file, which a job must be"
         raise ConfigError(f"job {name_or_path} is {what}")
     names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
     near = get_close_matches(path.stem, names, 1)

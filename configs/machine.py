@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs.files import exists
+
 _V2 = ""
 """The controllers of version 2, in /proc/self/cgroup: there, the groups of all are the same."""
 _MEMORY_FILES = {
@@ -21,7 +23,7 @@ _MEMORY_FILES = {
 
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that can be allocated now, without swapping. On systems other than Linux, all memory of the machine."""
-    if not (root / "proc/meminfo").exists():
+    if not exists(root / "proc/meminfo"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -43,7 +45,7 @@ def available_cores(root: Path = Path("/")) -> int:
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """This process's control groups and those around them, each after the names of its controllers."""
     listed = root / "proc/self/cgroup"
-    for line in listed.read_text().splitlines() if listed.exists() else ():
+    for line in listed.read_text().splitlines() if exists(listed) else ():
         _, controllers, name = line.split(":", 2)
         top = root / "sys/fs/cgroup" / controllers
         own = top / name.lstrip("/")
@@ -55,7 +57,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
 def _left_in(group: Path, limit: str, used: str, old_pages: str) -> int:
     """Bytes below a control group's limit; pages of files that nobody has read lately make room when it is reached."""
     file = group / limit
-    text = file.read_text().strip() if file.exists() else "max"
+    text = file.read_text().strip() if exists(file) else "max"
     if text == "max":
         return sys.maxsize
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -70,7 +72,7 @@ def _quota(controllers: str, group: Path) -> int:
         files = [group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"]
     else:
         return sys.maxsize
-    if not all(file.exists() for file in files):
+    if not all(exists(file) for file in files):
         return sys.maxsize
     quota, period = " ".join(file.read_text() for file in files).split()
     return sys.maxsize if quota in ("max", "-1") else math.ceil(int(quota) / int(period))

@@ -10,7 +10,7 @@ from glob import has_magic, iglob
 from pathlib import Path
 
 from configs.after_save import search_path, words_of
-from configs.files import whole
+from configs.files import exists, is_file, is_folder, whole
 from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.places import is_url
@@ -52,12 +52,12 @@ def _tokenizer(config: Config) -> Iterator[Missing]:
 
 
 def _tokenizer_file(path: str, train_on: list[str], run: Path) -> Iterator[Missing]:
-    if Path(path).is_file():
+    if is_file(path):
         return
-    if Path(path).is_dir():
+    if is_folder(path):
         yield "tokenizer.path", f'is "{path}": a folder; name the file in it, such as tokenizer.model or tokenizer.json'
         return
-    copies = [copy for copy in (run / "tokenizer.model", run / "tokenizer.json") if copy.is_file()]
+    copies = [copy for copy in (run / "tokenizer.model", run / "tokenizer.json") if is_file(copy)]
     if train_on and copies and _has_any(run / "checkpoints", "step-*"):
         return  # it is copied back
     if train_on:
@@ -81,7 +81,7 @@ def _data(config: Config) -> Iterator[Missing]:
 def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
     if source.kind == "text":
         yield from _texts(key, [path])
-    elif source.kind == "tokens" and not is_url(path) and not Path(path).is_dir():
+    elif source.kind == "tokens" and not is_url(path) and not is_folder(path):
         what = f"no such folder of token files: {whole(path)}"
         yield key, f'is "{path}": {what}; keel prepare makes one'
 
@@ -93,7 +93,7 @@ def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
 
 
 def _text(key: str, text: str) -> Iterator[Missing]:
-    if not Path(text).exists() and not (has_magic(text) and any(iglob(text, recursive=True))):
+    if not exists(text) and not (has_magic(text) and any(iglob(text, recursive=True))):
         yield key, f'names "{text}": no such file or folder: {whole(text)}'
 
 
@@ -125,5 +125,5 @@ def _commands(config: Config) -> Iterator[Missing]:
 
 
 def _folder(key: str, path: str, otherwise: str) -> Iterator[Missing]:
-    if not is_url(path) and not Path(path).is_dir():
+    if not is_url(path) and not is_folder(path):
         yield key, f'is "{path}": {otherwise}: {whole(path)}'

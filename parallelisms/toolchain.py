@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from configs.errors import ConfigError
+from configs.files import exists, is_folder
 from configs.load import LoadedConfig
 
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -103,14 +104,14 @@ def _own_folder(folder: Path) -> Path:
     """The folder, which other users must not write to, since what is in it is run; another one if it is somebody's."""
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_dir() and folder.stat().st_uid == os.getuid():
+        if is_folder(folder) and folder.stat().st_uid == os.getuid():
             return folder
     return Path(tempfile.mkdtemp(prefix=f"{folder.name}_"))
 
 
 def _nearest(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next(each for each in (folder, *folder.parents) if each.exists())
+    return next(each for each in (folder, *folder.parents) if exists(each))
 
 
 def _user() -> str:

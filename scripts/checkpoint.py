@@ -30,7 +30,7 @@ from checkpoint.lock import BeingRead, lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, damaged, read_manifest, step_folder, steps_in
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import exists, is_folder, whole
 from configs.layout import named_axes
 from configs.places import is_url, standing_for
 from configs.reading.keys import flat
@@ -100,7 +100,7 @@ def show(options: argparse.Namespace, console: Console) -> int:
 
 def verify(options: argparse.Namespace, console: Console) -> int:
     """Read and hash every file; exit code 1 if one is damaged."""
-    is_one = (options.path / MANIFEST_NAME).exists()
+    is_one = exists(options.path / MANIFEST_NAME)
     folders = [options.path] if is_one else list(_checkpoints(_root(options.path)))
     if not folders:
         raise UserError(f"{whole(options.path)} is not a checkpoint and contains none")
@@ -237,9 +237,9 @@ def _root(folder: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    if not root.is_dir():
-        raise UserError(f"{whole(folder)}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
+    root = folder / "checkpoints" if is_folder(folder / "checkpoints") else folder
+    if not is_folder(root):
+        raise UserError(f"{whole(folder)}: {'a file, not a folder' if exists(folder) else 'no such folder'}")
     return root
 
 

@@ -13,7 +13,7 @@ from checkpoint.bucket_files import Put, put_folder, room_for
 from checkpoint.bucket_storage import local_copy, with_tensors
 from checkpoint.find import find_checkpoint
 from configs.errors import ConfigError, KeelError, UserError, files_that_fail
-from configs.files import FULL, whole
+from configs.files import FULL, is_file, is_folder, whole
 from configs.own_code import admit
 from configs.places import is_url
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
@@ -85,7 +85,7 @@ def check_computing_arguments(options: argparse.Namespace) -> None:
     Raises:
         UserError: there is no such file, or the class can't be imported.
     """
-    if options.tokenizer is not None and not options.tokenizer.is_file():
+    if options.tokenizer is not None and not is_file(options.tokenizer):
         raise UserError(f"--tokenizer {options.tokenizer}: no such file: {whole(options.tokenizer)}")
     if options.architecture is not None:
         admit(options.architecture, "--model.architecture")
@@ -212,9 +212,9 @@ def require_places(files: Mapping[str, Path | None]) -> None:
         ConfigError: a file's folder does not exist, or it is a folder itself.
     """
     for flag, file in files.items():
-        if file is not None and not file.parent.is_dir():
+        if file is not None and not is_folder(file.parent):
             raise ConfigError(f"{flag} {file}: there is no folder {whole(file.parent)}; create it, or name another")
-        if file is not None and file.is_dir():
+        if file is not None and is_folder(file):
             raise ConfigError(f"{flag} {file} is a folder; name a file")
 
 

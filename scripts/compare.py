@@ -19,7 +19,7 @@ if not __package__:  # run as a file
 from checkpoint.find import find_checkpoint, require_run
 from checkpoint.manifest import read_manifest
 from configs.errors import ConfigError, UserError
-from configs.files import write_json
+from configs.files import is_file, is_folder, write_json
 from configs.load import LoadedConfig, find_job_file, load
 from configs.run_stages import stage_of
 from scripts.command import (
@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
         for key, reason in OWN_KEYS.items():
             refuse_keys(words, [key], reason)
         options.configs = [str(place(each)) for each in options.configs]
-        folders = [Path(each) for each in options.configs if Path(each).is_dir()]
-        is_run = len(folders) == len(options.configs) or any((each / "config.toml").is_file() for each in folders)
+        folders = [Path(each) for each in options.configs if is_folder(each)]
+        is_run = len(folders) == len(options.configs) or any(is_file(each / "config.toml") for each in folders)
         if is_run and options.sweep is None:
             for each in options.configs:  # a wrong path costs no import of torch
                 require_run(Path(each))

@@ -16,7 +16,7 @@ if not __package__:  # run as a file
 from checkpoint.find import find_model
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import UserError
-from configs.files import write_json
+from configs.files import exists, is_file, write_json
 from configs.load import load
 from scripts.command import (
     add_computing_arguments,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trained = load_trained(model, None, options.device, options.dtype, options.tokenizer)
         console.line(f"{trained.folder}: {', '.join(names)}")
         scores = evaluate(trained, tasks)
-        step = read_manifest(model).step if (model / MANIFEST_NAME).exists() else None
+        step = read_manifest(model).step if exists(model / MANIFEST_NAME) else None
         name = None if step is not None else f"evaluation of {trained.folder}"
         console.line(described(EvaluationMetrics(step or 0, scores, 0.0), name))
         if options.json:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_of(checkpoint: Path) -> Path | None:
     """The run folder of a checkpoint; None if it is in none."""
     root = checkpoint.absolute().parent
-    return root.parent if root.name == "checkpoints" and (root.parent / "config.toml").is_file() else None
+    return root.parent if root.name == "checkpoints" and is_file(root.parent / "config.toml") else None
 
 
 def _record(run: Path, console: Console) -> None:

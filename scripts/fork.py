@@ -30,7 +30,7 @@ from checkpoint.manifest import (
     steps_in,
 )
 from configs.errors import ConfigError, UserError, listed
-from configs.files import write_atomically
+from configs.files import exists, is_file, write_atomically
 from configs.load import LoadedConfig, load
 from configs.places import COPIES, is_url
 from configs.reading.toml_text import value_text
@@ -68,7 +68,7 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     run: Path = options.run
     output: str = options.output or str(_beside(run))
     require_run(run)
-    if not is_url(output) and Path(output).exists():
+    if not is_url(output) and exists(output):
         raise UserError(f"{output} exists; name another folder with --output")
     checkpoint = _checkpoint(run, options.at, options.at_tokens)
     manifest = read_manifest(checkpoint)
@@ -201,9 +201,9 @@ def _write(
     fork_checkpoint(with_tensors(checkpoint), manifest, folder / "checkpoints", config, changes, trainer_state)
     write_atomically(folder / "config.toml", [job.to_toml()])
     tokenizer = tokenizer_of(checkpoint)
-    if tokenizer and tokenizer.is_file():
+    if tokenizer and is_file(tokenizer):
         keep_tokenizer(tokenizer, folder)
-    if (run / METRICS_NAME).is_file():
+    if is_file(run / METRICS_NAME):
         shutil.copyfile(run / METRICS_NAME, folder / METRICS_NAME)
         cut_back(folder / METRICS_NAME, manifest.step)
 

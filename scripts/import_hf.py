@@ -18,7 +18,7 @@ from checkpoint.bucket_storage import put_as_saves_do
 from checkpoint.find import HF_CONFIG_NAME
 from checkpoint.manifest import MANIFEST_NAME
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import is_file, is_folder, whole
 from configs.places import is_url
 from scripts.command import end, folder_for, parser_of, place, run_command
 from trainer.report.console import Console
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_url(options.source):
             with console.progress(f"Bringing {options.source}", in_bytes=True) as report:
                 source = bring(options.source, report)
-        if not (source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
-            what = f"it has no {HF_CONFIG_NAME}" if source.is_dir() else "no such folder"
+        if not is_file(source / HF_CONFIG_NAME):  # a wrong path costs no import of torch
+            what = f"it has no {HF_CONFIG_NAME}" if is_folder(source) else "no such folder"
             raise UserError(f"{whole(source)} is not a Hugging Face model folder: {what}")
         from checkpoint.export.hf_import import MODEL_TOML, import_hf, unread
         from scripts.export.hf_tokenizer import find_tokenizer

@@ -18,6 +18,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.bucket_files import bring, bring_file, copy_of, has_all, local_file, put_folder
+from configs.files import exists
 from configs.machine import available_cores
 from configs.places import is_url
 from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command, separator
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _prepare_in_bucket(options, url, partial(prepare_here, console), console)
 
     def prepare_here(console: Console) -> None:
-        if (options.output / RECORD).exists():
+        if exists(options.output / RECORD):
             call = _call(options)
             if call.remote:
                 bring_inputs(call)
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def if_stopped() -> str:
         output = copy_of(url) if url else Path(options.output)
         # A finished copy is still to be put into the bucket, which may have the work of other hosts, too.
-        resumes = options.remote or is_begun(output) or (url and output.exists())
+        resumes = options.remote or is_begun(output) or (url and exists(output))
         return "stopped; the same command resumes from there" if resumes else "stopped; nothing was written"
 
     return run_command(work, if_stopped)

@@ -31,7 +31,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError
-from configs.files import write_atomically
+from configs.files import exists, is_file, write_atomically
 from configs.load import find_job_file, load
 from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
@@ -154,7 +154,7 @@ def _earlier(file: Path | None, ranks: int, overrides: Sequence[str]) -> FamilyP
         ConfigError: it is of other versions, ranks or keys, or holds something else.
     """
     here = FamilyProofs.here(ranks, overrides)
-    if file is None or not file.exists():
+    if file is None or not exists(file):
         return here
     remedy = "move it away, or name another file"
     try:
@@ -189,7 +189,7 @@ def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: there is no such job, folder or family, or it is not valid.
     """
-    if model.endswith(".json") or (Path(model) / CONFIG_NAME).is_file():
+    if model.endswith(".json") or is_file(Path(model) / CONFIG_NAME):
         return _job_of_hf(model, overrides)
     if is_import_path(model):
         return load(_JOB, ["--model.architecture", model, *overrides]).config

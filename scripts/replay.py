@@ -23,6 +23,7 @@ if not __package__:  # run as a file
 
 from checkpoint.find import require_run
 from configs.errors import ConfigError, UserError
+from configs.files import exists
 from configs.load import load
 from configs.run_stages import trained_diff
 from scripts.command import end, parsed, parser_of, place_argument, positive, refuse_keys, run_command
@@ -86,7 +87,7 @@ def replay(
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="keel-replay-") as temporary:
             return replay(run, step, console, ranks, words, Path(temporary))
-    if folder.exists() and any(folder.iterdir()):
+    if exists(folder) and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; name a new folder with --folder")
     from scripts.proof.replay import judge, plan
 

@@ -19,7 +19,7 @@ if not __package__:  # run as a file
 
 from checkpoint.find import require_run
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import is_file, whole
 from scripts.command import end, not_negative, parsed, parser_of, place_argument, positive, run_command
 from scripts.replay import compute_again, said
 from train import end_process
@@ -95,7 +95,7 @@ def reproduce(
     Raises:
         KeelError: they can't be computed.
     """
-    if not file.is_file():  # a wrong path costs no import of torch
+    if not is_file(file):  # a wrong path costs no import of torch
         raise UserError(f"{whole(file)}: no such file")
     from scripts.proof.replay import judge
     from scripts.proof.reproduction import read, reasons

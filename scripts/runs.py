@@ -15,7 +15,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import exists, is_file, is_folder, whole
 from configs.untrusted import parse_json, printable
 from scripts.command import end, parser_of, place_argument, run_command
 from scripts.page.recorded import SILENT_SECONDS, is_number
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(root: Path, console: Console) -> None:
     """List the runs in a folder."""
-    if not root.is_dir():
-        raise UserError(f"{whole(root)}: {'a file, not a folder of runs' if root.exists() else 'no such folder'}")
+    if not is_folder(root):
+        raise UserError(f"{whole(root)}: {'a file, not a folder of runs' if exists(root) else 'no such folder'}")
     runs = sorted(runs_in(root), key=lambda run: run[1]["time"], reverse=True)
     if not runs:
         raise UserError(f"{root}: no runs here (a run is a folder with a status.json)")
@@ -53,7 +53,7 @@ def runs_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the runs in a folder and in the folders of it, each with its status."""
     for each in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))):
         try:
-            if (each / "status.json").is_file():
+            if is_file(each / "status.json"):
                 yield each, read_status(each) or _unreadable("its status.json is damaged, or may not be read")
         except OSError as error:
             yield each, _unreadable(error.strerror or "")
@@ -90,7 +90,7 @@ def _number(value: Any, form: str) -> str:
 def _last_record(path: Path) -> dict[str, Any]:
     """The last complete line of a step in a run's metrics; empty if there is none."""
     try:
-        if not path.is_file():  # reading a pipe might never end
+        if not is_file(path):  # reading a pipe might never end
             return {}
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

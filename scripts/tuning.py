@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError, UserError
+from configs.files import exists, is_folder
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, find_job_file, load
 from configs.reading.keys import flat
@@ -67,16 +68,16 @@ def words_of(job: Config, found: Config) -> str:
 
 def require_new(file: Path, option: str = "--write") -> None:
     """Raise UserError if a file to write exists or can't be one."""
-    if file.exists():
+    if exists(file):
         raise UserError(f"{option} {file}: exists already; remove it, or name another file")
-    if file.suffix != ".toml" or not file.parent.is_dir():
+    if file.suffix != ".toml" or not is_folder(file.parent):
         raise UserError(f"{option} {file}: name a .toml file in a folder that exists")
 
 
 def write_job(file: Path, name_or_path: str, found: Config) -> None:
     """Write a job file with the named job as its base, and the keys that differ from it."""
     base = find_job_file(name_or_path)
-    is_shipped = base.resolve().parent == JOB_FILES.resolve() and not (file.parent / base.name).exists()
+    is_shipped = base.resolve().parent == JOB_FILES.resolve() and not exists(file.parent / base.name)
     name = base.name if is_shipped else os.path.relpath(base.resolve(), file.parent.resolve())
     keys = table_text(changed(load(name_or_path).config, found))
     file.write_text(f"base = {value_text(name)}\n\n{keys}", encoding="utf-8")

@@ -11,15 +11,15 @@ def refuse_to_list(folder, monkeypatch):
         monkeypatch.setattr(os, name, _refusing(getattr(os, name), lambda path: Path(path) == folder))
 
 
-def refuse_in(folder, method, monkeypatch):
-    """Fail in a method of the paths in a folder, as if it might not be entered."""
-    monkeypatch.setattr(Path, method, _refusing(getattr(Path, method), lambda path: path.parent == folder))
+def refuse_in(folder, monkeypatch):
+    """Fail to look at the paths in a folder, as if it might not be entered."""
+    monkeypatch.setattr(os, "stat", _refusing(os.stat, lambda path: Path(path).parent == folder))
 
 
 def _refusing(real, is_forbidden):
-    def call(path):
-        if is_forbidden(path):
+    def call(path, **options):
+        if not isinstance(path, int) and is_forbidden(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path)
+        return real(path, **options)
 
     return call

@@ -14,6 +14,7 @@ from checkpoint.manifest import is_fork
 from checkpoint.storage import FolderStorage
 from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
+from configs.files import is_folder
 from configs.machine import free_memory
 from configs.schema import Config
 from configs.secret import SECRET
@@ -106,7 +107,7 @@ def warn_if_too_large(
     if dist.get_rank() > 0:
         return
     checkpoints = config.job.folder / "checkpoints"
-    where = checkpoints if checkpoints.is_dir() else config.job.folder  # it may be a link to another disk
+    where = checkpoints if is_folder(checkpoints) else config.job.folder  # it may be a link to another disk
     needed = checkpoint_bytes(config)
     free = (storage or FolderStorage()).room(where)
     if free is not None and needed > free:

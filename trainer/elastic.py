@@ -13,6 +13,7 @@ from checkpoint.incarnation import FOLDER, Incarnation, claim
 from checkpoint.lock import lock, lock_or_take_over
 from configs.elastic import describe
 from configs.errors import OutageError
+from configs.files import is_folder
 from configs.load import LoadedConfig
 from configs.secret import Forged, signed, verified
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, StopRequest
@@ -49,7 +50,7 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
     if not job.choice:
         lock(folder, warn)
         # A run that was elastic keeps its account of where each launch began.
-        return claim(folder, facts_of_launch(job)) if (folder / FOLDER).is_dir() else None
+        return claim(folder, facts_of_launch(job)) if is_folder(folder / FOLDER) else None
     lock_or_take_over(folder, warn, min(_TAKE_OVER_SECONDS, job.config.job.timeout_seconds / 2))
     return claim(folder, facts_of_launch(job))
 

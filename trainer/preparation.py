@@ -12,7 +12,7 @@ from checkpoint.find import HF_CONFIG_NAME, find_checkpoint, kept_tokenizer
 from checkpoint.folder import Choice, choose
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, steps_in
 from configs.errors import KeelError, UserError
-from configs.files import replacing
+from configs.files import exists, is_file, replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.machine import available_cores
@@ -79,8 +79,8 @@ def imported_to(config: Config) -> Path | None:
     hash of what is in the folder, so that another folder becomes another checkpoint.
     """
     source = Path(config.checkpoint.init_from or "")
-    is_folder = config.checkpoint.init_from is not None and (source / HF_CONFIG_NAME).is_file()
-    if not isinstance(config.model, HfModel) or not is_folder or (source / MANIFEST_NAME).exists():
+    is_folder = config.checkpoint.init_from is not None and is_file(source / HF_CONFIG_NAME)
+    if not isinstance(config.model, HfModel) or not is_folder or exists(source / MANIFEST_NAME):
         return None
     files = sorted(path for pattern in ("*.json", "*.safetensors") for path in source.glob(pattern))
     content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -97,7 +97,7 @@ def import_weights(config: Config, console: Console) -> None:
         UserError: it can't be read, or the disk refuses.
     """
     output = imported_to(config)
-    if output is None or output.exists() or _choice(config).candidates:
+    if output is None or exists(output) or _choice(config).candidates:
         return
     from checkpoint.export.hf_import import import_hf
 
@@ -139,7 +139,7 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
 def _train_tokenizer(config: Config, console: Console, stop: StopRequest) -> None:
     tokenizer = config.tokenizer
     wanted = config.data.prepare
-    if not tokenizer.path or not tokenizer.train_on or Path(tokenizer.path).exists():
+    if not tokenizer.path or not tokenizer.train_on or exists(tokenizer.path):
         return
     kept = kept_tokenizer(config.job.folder)
     if kept and kept.suffix == ".model" and _choice(config).candidates:
@@ -166,7 +166,7 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
         settings = settings_of(wanted.input, output, local_file(tokenizer), **choices)
         return Call(settings, output, local_file(tokenizer), available_cores(), wanted.max_bad_files, progress)
 
-    if (output / RECORD).is_file():  # only checks that it was made from the same text with the same settings
+    if is_file(output / RECORD):  # only checks that it was made from the same text with the same settings
         prepare(call(), console.line, **_if_changed(config, output, console))
         return
     with console.progress("Tokenizing", in_bytes=True) as report:

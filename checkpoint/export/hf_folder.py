@@ -24,6 +24,7 @@ from configs.architectures import HF_CLASSES, own_weights, stored_tensors
 from configs.architectures.llama_keys import MultiToken
 from configs.architectures.parts import Shape
 from configs.errors import UserError
+from configs.files import exists, is_file
 from configs.reading import hf_config
 from configs.schema import AnyModel, HfModel, Model
 from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, read_file, require_64_bits, shortened
@@ -96,7 +97,7 @@ def is_left_out(name: str, config: Mapping[str, Any]) -> bool:
 
 def _file_names(source: Path) -> list[str]:
     index = source / INDEX_NAME
-    if index.is_file():
+    if is_file(index):
         weight_map = read_json(index).get("weight_map")
         names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
         outside = [name for name in names if not is_plain_name(name)]
@@ -104,7 +105,7 @@ def _file_names(source: Path) -> list[str]:
             outer = f"{shortened(repr(outside[0]), 300)}, outside of the folder" if outside else "no files"
             raise UserError(f"{index}: names {outer}")
         return names
-    if (source / SINGLE_NAME).is_file():
+    if is_file(source / SINGLE_NAME):
         return [SINGLE_NAME]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in source.glob(pattern))
     if not pickles:
@@ -178,7 +179,7 @@ def _read(name: str, tensor: SourceTensor, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def _opened(path: Path) -> Generator[Any, None, None]:
     require_inside(path)
-    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+    if exists(path) and not is_file(path):  # opening a pipe would wait for a writer
         raise UserError(f"{path} can't be read: it is not a regular file")
     try:
         with safe_open(path, framework="pt") as file:

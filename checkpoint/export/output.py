@@ -13,6 +13,7 @@ from checkpoint.lock import is_at, try_lock
 from checkpoint.manifest import UNFINISHED, FileEntry
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
+from configs.files import exists, is_folder, is_link
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def unfinished_folder(output: Path) -> Generator[Path, None, None]:
     Raises:
         UserError: `output` exists, or can't be written.
     """
-    if output.exists():
+    if exists(output):
         raise UserError(f"{output} exists; name another folder, or move it away")
     folder = output.with_name(output.name + UNFINISHED)
     try:
@@ -30,7 +31,7 @@ def unfinished_folder(output: Path) -> Generator[Path, None, None]:
         with _locked(folder, output):
             try:
                 for left in folder.iterdir():  # by a killed process
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    shutil.rmtree(left) if is_folder(left) and not is_link(left) else left.unlink()
                 yield folder
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.architectures.hf import NEEDED
-from configs.files import whole
+from configs.files import is_folder, whole
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
 
 CONFIG_NAME = "config.json"
@@ -62,11 +62,11 @@ def resolve(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    file = path / CONFIG_NAME if path.is_dir() else path
+    file = path / CONFIG_NAME if is_folder(path) else path
     try:
         content = read_file(file, MAX_JSON_BYTES)
     except FileNotFoundError:
-        missing = f"no {CONFIG_NAME} in {whole(path)}" if path.is_dir() else f"no such file or folder: {whole(path)}"
+        missing = f"no {CONFIG_NAME} in {whole(path)}" if is_folder(path) else f"no such file or folder: {whole(path)}"
         raise _Unreadable(
             f"{missing}; name a folder with the {CONFIG_NAME} of a model of Hugging Face, or that file"
         ) from None

@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 
 from configs.errors import ConfigError
-from configs.files import whole
+from configs.files import is_file, whole
 from configs.own_code import is_import_path
 from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.line_numbers import line_numbers
@@ -196,12 +196,12 @@ def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
     is_shipped_name = Path(value).name == value
     try:
         # A job's own name can only mean the shipped job of that name, such as the one that it was copied from.
-        if is_shipped_name and (JOB_FILES / value).is_file() and (not base.is_file() or base.samefile(file)):
+        if is_shipped_name and is_file(JOB_FILES / value) and (not is_file(base) or base.samefile(file)):
             base = JOB_FILES / value
-        is_file = base.is_file()
+        is_there = is_file(base)
     except OSError as error:
         raise ConfigError(f"{where}: base = {value_text(value)} cannot be read: {error.strerror}") from None
-    if not is_file:
+    if not is_there:
         among = f" (nor is it one of the jobs in {shown(JOB_FILES)})" if is_shipped_name else ""
         raise ConfigError(f"{where}: base = {value_text(value)}: no such file: {whole(file.parent / value)}{among}")
     resolved = [link.resolve() for link in chain]

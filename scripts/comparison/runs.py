@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import KeelError
+from configs.files import is_file
 from configs.load import LoadedConfig
 from scripts.command import EXIT_INTERRUPTED
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, handling_stops, read_status
@@ -71,7 +72,7 @@ def is_done(folder: Path, job: LoadedConfig) -> bool:
     status = read_status(folder)
     file = folder / "config.toml"
     is_at_end = status.get("state") == "done" and status["step"] >= job.config.training.steps
-    return is_at_end and file.is_file() and file.read_text() == job.to_toml()
+    return is_at_end and is_file(file) and file.read_text() == job.to_toml()
 
 
 def ranks_words(ranks: int) -> list[str]:

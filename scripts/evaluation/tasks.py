@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import KeelError, UserError, listed
-from configs.files import whole
+from configs.files import is_folder, whole
 from trainer.report.evaluations import Scores
 from trainer.report.sinks.choose import require_package
 
@@ -69,7 +69,7 @@ def find_tasks(tasks: Tasks) -> Any:
         UserError: lm-eval is not installed, or a task is unknown.
     """
     require_package("lm_eval", "an evaluation", "lm-eval")
-    if tasks.folder and not tasks.folder.is_dir():
+    if tasks.folder and not is_folder(tasks.folder):
         raise UserError(f"--task-folder is {whole(tasks.folder)}: no such folder")
     from lm_eval.tasks import TaskManager
 

@@ -13,7 +13,7 @@ import tomli
 
 from checkpoint.manifest import RunChange, read_manifest, step_folder, steps_in
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import exists, is_file, is_link, whole
 from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.run_stages import stored_stages
@@ -247,7 +247,7 @@ def run_folders(path: Path) -> list[Path]:
     if not found:
         has_none = f"it has no {METRICS_NAME} and no status.json, nor has a folder in it"
         raise UserError(f"{whole(path)} is not a run folder: {has_none}")
-    links_first = sorted(found, key=Path.is_symlink, reverse=True)
+    links_first = sorted(found, key=is_link, reverse=True)
     once = {each.resolve(): each for each in links_first}  # a link to a run beside it is no further run
     return sorted(once.values(), key=_by_number)
 
@@ -259,7 +259,7 @@ def _by_number(path: Path) -> list[str | int]:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return (folder / METRICS_NAME).is_file() or (folder / "status.json").is_file()
+        return is_file(folder / METRICS_NAME) or is_file(folder / "status.json")
     except PermissionError:
         return True  # who reads it says that it can't be read
 
@@ -327,7 +327,7 @@ def read_run(folder: Path, name: str) -> Recorded:
 
 def _lines(path: Path) -> Iterator[str]:
     """The lines of a run's metrics; none before its first logged step."""
-    return read_lines(path) if path.exists() else iter(())
+    return read_lines(path) if exists(path) else iter(())
 
 
 def _record(line: str) -> Record | None:

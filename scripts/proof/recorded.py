@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from configs.errors import UserError
+from configs.files import is_file
 from configs.untrusted import parse_json
 from trainer.proof.record import FILE_NAME, TYPES, Launch, Step
 from trainer.report.metrics import read_lines
@@ -82,7 +83,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 def _read(folder: Path) -> Iterator[Launch | Step]:
     path = folder / FILE_NAME
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(
             f"{folder} has no {FILE_NAME}: the run's fingerprints are recorded with metrics.fingerprint = true"
         )

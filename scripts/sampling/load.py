@@ -14,7 +14,7 @@ from checkpoint.export.model_files import ModelFiles, checkpoint_files, hf_files
 from checkpoint.find import find_model, tokenizer_of
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import exists, is_file, whole
 from models import build_model
 from parallelisms.ties import ties_kept
 from parallelisms.torch_internals import settle_segments
@@ -51,7 +51,7 @@ def load_trained(source: Path, step: int | None, device: str, dtype: str | None,
         UserError: there is no such checkpoint, or it or its tokenizer can't be read.
     """
     folder = find_model(source, step)
-    is_checkpoint = (folder / MANIFEST_NAME).exists()
+    is_checkpoint = exists(folder / MANIFEST_NAME)
     tokenizer_file = tokenizer or _tokenizer_in(folder)
     files = checkpoint_files(folder) if is_checkpoint else hf_files(folder)
     loaded = load_tokenizer(tokenizer_file, files.model.vocab_size)
@@ -74,7 +74,7 @@ def _tokenizer_in(folder: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    if not (folder / MANIFEST_NAME).exists():
+    if not exists(folder / MANIFEST_NAME):
         if found := find_tokenizer(folder):
             return found
         raise UserError(f"{folder} has no tokenizer, which sampling needs; name one with --tokenizer FILE")
@@ -84,7 +84,7 @@ def _tokenizer_in(folder: Path) -> Path:
             f"the job of {folder} has no tokenizer.path, so its tokens stand for no text; if there is a tokenizer "
             "for them, name it with --tokenizer FILE"
         )
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(
             f"the tokenizer of {folder} is neither in its run folder nor at {whole(path)}, where its job has it; name "
             "it with --tokenizer FILE"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import exists, is_folder, whole
 from configs.places import is_url
 from configs.schema import Data
 from configs.untrusted import read_file
@@ -109,7 +109,7 @@ class _Folder:
     is_far = False
 
     def __init__(self, path: Path) -> None:
-        if not path.is_dir():
+        if not is_folder(path):
             raise UserError(f"{whole(path)}: no such folder of token files; make it with scripts/prepare_data.py")
         self.name = path
 
@@ -124,7 +124,7 @@ class _Folder:
 
     def get(self, name: str, max_bytes: int) -> bytes | None:
         path = self.name / name
-        return read_file(path, max_bytes) if path.exists() else None
+        return read_file(path, max_bytes) if exists(path) else None
 
 
 class LocalFile:

@@ -26,7 +26,7 @@ import xxhash
 from checkpoint.bucket_files import local_file
 from checkpoint.find import MAX_TOKENIZER_BYTES
 from configs.errors import ConfigError, UserError
-from configs.files import replacing, whole
+from configs.files import exists, is_folder, replacing, whole
 from configs.untrusted import parse_json, read_file, shortened
 
 SPACE = "\u2581"
@@ -334,10 +334,10 @@ def train_sentencepiece(
 def _require_writable(output: Path) -> None:
     """Refuse, before texts are read for minutes, an output that could not be written."""
     with _named(output):
-        folder = next(parent for parent in output.absolute().parents if parent.exists())
+        folder = next(parent for parent in output.absolute().parents if exists(parent))
         refusals = {
-            errno.EISDIR: output.is_dir(),
-            errno.ENOTDIR: not folder.is_dir(),
+            errno.EISDIR: is_folder(output),
+            errno.ENOTDIR: not is_folder(folder),
             errno.EACCES: not os.access(folder, os.W_OK | os.X_OK),
         }
         if refused := [number for number, is_refused in refusals.items() if is_refused]:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
+from configs.files import exists
 from configs.load import LoadedConfig
 from configs.schema import Optimizer
 from parallelisms.ranks import local_part
@@ -222,7 +223,7 @@ def require_kernel(job: LoadedConfig, device: torch.device) -> None:
         torch.cuda.synchronize(device)
     except Exception as error:  # of Triton, its compilers and the driver, which have no type in common
         headers = Path(sysconfig.get_path("include"), "Python.h")
-        lacks = "" if headers.exists() else f"; {headers} does not exist: install it (apt install python3-dev)"
+        lacks = "" if exists(headers) else f"; {headers} does not exist: install it (apt install python3-dev)"
         raise job.error(
             key,
             f"Triton can't build or launch a kernel on this host ({type(error).__name__}: "

@@ -30,7 +30,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from configs.files import AppendedFile, require_plain, write_atomically
+from configs.files import AppendedFile, exists, require_plain, write_atomically
 from configs.untrusted import parse_json
 from trainer.guards.outages import Outages
 from trainer.report.sinks.sink import SinkRun
@@ -129,7 +129,7 @@ def memory_peak_bytes(device_type: str) -> int:
 
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would include what the parent held when it forked this process
+    if exists(status):  # Linux; getrusage would include what the parent held when it forked this process
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
@@ -380,7 +380,7 @@ def cut_back(path: Path, step: int) -> int:
         OSError: the file can't be written, or is not a plain file.
     """
     require_plain(path)
-    if not path.exists():
+    if not exists(path):
         return 0
     steps = [record["step"] if record else None for record in map(_record, read_lines(path))]
     keeps = [found is not None and found <= step for found in steps]
@@ -396,7 +396,7 @@ def last_step(path: Path) -> int:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a `metrics.jsonl`, each with its step; lines that are none are left out."""
-    if path.exists():
+    if exists(path):
         yield from filter(None, map(_record, read_lines(path)))
 
 

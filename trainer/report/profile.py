@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from configs.checks.job import TRACED_STEPS
 from configs.errors import ConfigError
-from configs.files import link_refused
+from configs.files import is_link, link_refused
 from configs.schema import Config
 from parallelisms.ranges import ForwardRanges
 
@@ -103,7 +103,7 @@ class StepProfiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, profiler: profile) -> Path:
-        if self._folder.is_symlink():
+        if is_link(self._folder):
             raise link_refused(self._folder)
         self._folder.mkdir(exist_ok=True)
         trace = self._folder / f"step-{self._config.start_step:08d}-rank-{self._rank}.json.gz"

@@ -8,7 +8,18 @@ import pytest
 
 from configs import files
 from configs.errors import UserError, files_that_fail
-from configs.files import AppendedFile, open_plain, replacing, require_plain, write_atomically, write_even_if_full
+from configs.files import (
+    AppendedFile,
+    exists,
+    is_file,
+    is_folder,
+    is_link,
+    open_plain,
+    replacing,
+    require_plain,
+    write_atomically,
+    write_even_if_full,
+)
 from tests.torture.full_disk import fill, free, small_disk
 from trainer.guards.outages import Outages
 
@@ -269,3 +280,34 @@ def test_a_small_file_with_a_second_name_is_not_overwritten_in_place(disk):
 def test_a_folder_in_a_files_place_is_an_error_about_it(path):
     with pytest.raises(UserError, match=f"^{path}: Is a directory$".replace(".:", r"\.:")), files_that_fail():
         write_atomically(Path(path), ["text"])
+
+
+QUESTIONS = (exists, is_file, is_folder, is_link)
+
+
+def test_what_is_at_a_path(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for name, target in {"to a file": "file", "to a folder": "folder", "astray": "nothing", "loop": "loop"}.items():
+        (tmp_path / name).symlink_to(target)
+    answers = {
+        "file": (True, True, False, False),
+        "folder": (True, False, True, False),
+        "to a file": (True, True, False, True),
+        "to a folder": (True, False, True, True),
+        "astray": (False, False, False, True),
+        "loop": (False, False, False, True),
+        "nothing": (False, False, False, False),
+        "file/below": (False, False, False, False),
+        "null \0 character": (False, False, False, False),
+    }
+    for name, expected in answers.items():
+        assert tuple(ask(tmp_path / name) for ask in QUESTIONS) == expected, name
+        assert tuple(ask(f"{tmp_path}/{name}") for ask in QUESTIONS) == expected, name
+
+
+@pytest.mark.parametrize("ask", QUESTIONS, ids=lambda ask: ask.__name__)
+def test_a_path_that_cannot_be_looked_at_is_an_error(ask, tmp_path):
+    """On any Python: 3.14's pathlib says that nothing is there."""
+    with pytest.raises(OSError, match="File name too long"):
+        ask(tmp_path / ("x" * 300))

@@ -1,7 +1,8 @@
 """Style that ruff has no rules for.
 
 A docstring names its subject, since a reader who meets it in an editor or in a help text may not see the line above. A
-line assigns one value, since a row of names beside a row of values takes two readings.
+line assigns one value, since a row of names beside a row of values takes two readings. What is at a path is asked by
+configs/files.py, since Python 3.14's `Path` answers False where a disk does not answer.
 """
 
 import ast
@@ -10,6 +11,9 @@ import re
 from tests.conftest import ROOT
 
 FOLDERS = ("configs", "models", "parallelisms", "checkpoint", "trainer", "scripts")
+ALONE = ("scripts/__init__.py", "scripts/entry/keel/__init__.py", "scripts/examples/")
+"""Files without Keel's packages: they come before them, or are read for themselves."""
+OF_PATHLIB = re.compile(r"\.(exists|is_file|is_dir|is_symlink)\(\)|Path\.(exists|is_file|is_dir|is_symlink)")
 PREPOSITION = re.compile(
     r"\s*(After|As|At|Before|Beside|Between|By|For|From|In|Into|Of|On|Over|Per|Through|To|Under|With|Without)[\s,:]"
 )
@@ -77,3 +81,14 @@ class A:
         print("With an argument")
 '''
     assert list(first_lines(text).values()) == ["Of a module.", "By name.", "In a class.", "To", "As an attribute."]
+
+
+def test_what_is_at_a_path_is_asked_by_configs_files():
+    names = {str(path.relative_to(ROOT)): path for path in product()}
+    found = [
+        f"{name}:{line}"
+        for name, path in names.items()
+        for line, text in enumerate(path.read_text().splitlines(), 1)
+        if not name.startswith(ALONE) and OF_PATHLIB.search(text.partition("#")[0]) and "`Path." not in text
+    ]
+    assert not found, "\n".join(["ask configs.files for what is at a path:", *found])

@@ -473,8 +473,7 @@ def test_a_run_that_may_not_be_read_is_left_out_and_its_checkpoints_are_not_need
     write_run(tmp_path / "runs" / "hidden", [5.0, 4.0])
     (tmp_path / "runs" / "whole" / "checkpoints").mkdir()
     refuse_to_list(tmp_path / "runs" / "whole" / "checkpoints", monkeypatch)
-    for name in ("is_file", "exists"):
-        refuse_in(tmp_path / "runs" / "hidden", name, monkeypatch)
+    refuse_in(tmp_path / "runs" / "hidden", monkeypatch)
     assert report.main([str(tmp_path / "runs"), "--output", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr()
     hidden = tmp_path / "runs" / "hidden" / "metrics.jsonl"

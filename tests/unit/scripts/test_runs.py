@@ -61,7 +61,7 @@ def test_a_run_whose_status_is_damaged_is_a_row(folder, capsys):
 
 
 def test_a_run_that_may_not_be_read_is_a_row(folder, capsys, monkeypatch):
-    refuse_in(folder / "a", "is_file", monkeypatch)
+    refuse_in(folder / "a", monkeypatch)
     assert keel_runs(folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"{folder}/a  unreadable: Permission denied" in lines

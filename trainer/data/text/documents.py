@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
 from configs.errors import UserError
+from configs.files import exists, is_file, is_folder
 from configs.untrusted import parse_json, read_file, shortened
 from trainer.data.text import hub
 from trainer.data.text.bad_files import BINARY, BadFiles
@@ -190,7 +191,7 @@ def _place(piece: Piece, number: int) -> str:
 def file_pieces(path: Path) -> list[Piece]:
     """Divide a file (or a saved dataset) into pieces."""
     kind, is_compressed = _kind_of(path)
-    size = sum(file.stat().st_size for file in content_files(path)) if path.exists() else 0  # else reported when read
+    size = sum(file.stat().st_size for file in content_files(path)) if exists(path) else 0  # else reported when read
     if kind == "jsonl" and not is_compressed:
         starts = range(0, max(size, 1), PIECE_BYTES)
         stops = [*starts[1:], size]
@@ -212,7 +213,7 @@ def is_divided_by_content(name: str) -> bool:
 
 def _kind_of(path: Path) -> tuple[Kind, bool]:
     """How a file is read, and whether it is compressed."""
-    if path.is_dir():
+    if is_folder(path):
         return "arrow", False
     kind = cast(Kind, _KINDS.get(_suffix(str(path)), "file"))
     return "jsonl" if kind == "json" and _has_json_lines(path) else kind, _is_compressed(str(path))
@@ -234,7 +235,7 @@ def read_by(path: str) -> str:
 
 def _has_json_lines(path: Path) -> bool:
     """Whether a .json file's first line is an object, with another line after it."""
-    if not path.is_file():
+    if not is_file(path):
         return False
     try:
         with _open(path) as file:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import UserError
+from configs.files import exists
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.inputs import HUB
 from trainer.data.text.listing import named
@@ -40,7 +41,7 @@ def finish(call: Call) -> dict[str, Any]:
             return read_record(call.output)
         if call.remote:
             bring_records(call)
-        if not (call.working / PLAN).exists():
+        if not exists(call.working / PLAN):
             raise UserError(f"{call.work}: no shards are there; make them with --shard 0/N to --shard N-1/N first")
         with lock(call.working, call.progress):
             if not is_finished(call.output, call.settings):

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from configs.errors import OutageError, UserError
+from configs.files import exists
 from trainer.data.text.inputs import HUB, import_package
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -54,7 +54,7 @@ def pin(input: str, before: str | None = None) -> str:
     if not input.startswith(HUB):
         return input
     dataset = _Dataset.parse(input)
-    if Path(dataset.name).exists() or dataset.is_pinned:
+    if exists(dataset.name) or dataset.is_pinned:
         return input
     earlier = _Dataset.parse(before) if before and before.startswith(HUB) else None
     if earlier and earlier.is_pinned and replace(earlier, revision=dataset.revision) == dataset:

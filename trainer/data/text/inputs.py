@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from configs.files import whole
+from configs.files import exists, is_file, is_folder, is_link, whole
 from trainer.data.text.bad_files import HIDDEN, LINKED, BadFiles
 
 STDLIB = "python_stdlib"
@@ -37,7 +37,7 @@ def files_of(input: str, bad: BadFiles) -> list[Path]:
     if not input:  # pathlib takes it for the current folder
         raise UserError("an input is empty text (is a variable of the shell not set?); name a file or a folder")
     path = Path(input)
-    if path.exists() or path.is_symlink():
+    if exists(path) or is_link(path):
         return _below(path, bad)
     if has_magic(input):
         if found := sorted(name for name in glob(input, recursive=True) if os.path.basename(name) != _DICT):
@@ -51,19 +51,19 @@ def _each_once(files: Iterable[Path]) -> list[Path]:
     """The files without those found again: "**" matches a folder and what is in it, and follows links in circles."""
     found: dict[tuple[str, str], Path] = {}
     for file in files:
-        place, name = (file, "") if file.is_dir() else (file.parent, file.name)
+        place, name = (file, "") if is_folder(file) else (file.parent, file.name)
         found.setdefault((os.path.realpath(place), name), file)
     return [file for (place, name), file in found.items() if not name or (place, "") not in found]
 
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether a folder was written by `Dataset.save_to_disk`."""
-    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    return is_file(path / "state.json") and is_file(path / "dataset_info.json")
 
 
 def content_files(path: Path) -> list[Path]:
     """The files whose content an entry of `files_of` has: itself, or all files of a saved dataset."""
-    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return sorted(file for file in path.iterdir() if is_file(file)) if is_folder(path) else [path]
 
 
 def import_package(module: str, purpose: str) -> Any:
@@ -89,9 +89,9 @@ def _stdlib_files(bad: BadFiles) -> list[Path]:
 
 def _below(path: Path, bad: BadFiles, left_out: Set[str] = frozenset()) -> list[Path]:
     """The path itself, or a folder's files without those in folders of the names `left_out`, ordered by path."""
-    if not path.is_dir() or is_saved_dataset(path):
+    if not is_folder(path) or is_saved_dataset(path):
         return [path]
-    if (path / _DICT).is_file():
+    if is_file(path / _DICT):
         return [_only_split(path)]
     return sorted(_walk(path, bad, left_out), key=lambda file: file.relative_to(path).as_posix())
 
@@ -113,7 +113,7 @@ def _walk(folder: Path, bad: BadFiles, left_out: Set[str]) -> Iterator[Path]:
                 seen.add(_identity(path))
                 if is_saved_dataset(path):
                     yield path
-                elif (path / _DICT).is_file():
+                elif is_file(path / _DICT):
                     yield _only_split(path)
                 else:
                     kept.append(name)

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from configs.errors import UserError
-from configs.files import write_atomically
+from configs.files import is_file, write_atomically
 from configs.untrusted import parse_json, read_file, shortened
 from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Keys, file_pieces, read
@@ -110,7 +110,7 @@ def _examine(keys: Keys, file: tuple[str, Path]) -> tuple[list[InputFile], BadFi
 
 def plain_files(path: Path) -> list[Path]:
     """The files with an entry's content; a pipe must not be waited for."""
-    return [file for file in content_files(path) if file.is_file()]
+    return [file for file in content_files(path) if is_file(file)]
 
 
 def content_hash(path: Path, start: int = 0, stop: int | None = None) -> str:

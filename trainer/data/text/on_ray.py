@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoint.bucket_files import local_file
 from configs.errors import KeelError, UserError
+from configs.files import exists
 from trainer.data.text.inputs import import_package
 from trainer.data.text.plan import PLAN, make_plan, read_plan
 from trainer.data.text.prepare import Call, errors_of
@@ -75,7 +76,7 @@ def _make_shares(ray: Any, call: Call) -> None:
     if call.remote:
         plan = agreed_plan(call, n_cpus)
     else:
-        if not (call.working / PLAN).exists():
+        if not exists(call.working / PLAN):
             make_plan(call, n_cpus)
         plan = read_plan(call)
     sizes = [sum(shard.n_bytes for shard in plan.of_share(call, share)) for share in range(plan.shares)]

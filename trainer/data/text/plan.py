@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from configs.errors import UserError
-from configs.files import replacing
+from configs.files import is_file, replacing
 from configs.untrusted import parse_json, read_file
 from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Piece, file_pieces, pieces
@@ -192,7 +192,7 @@ def _content(piece: Piece, whole: dict[str, str]) -> str:
         return piece.path  # with the commit
     path = Path(piece.path)
     if piece.kind == "jsonl":
-        return content_hash(path, piece.start, piece.stop) if path.is_file() else ""  # a pipe must not be waited for
+        return content_hash(path, piece.start, piece.stop) if is_file(path) else ""  # a pipe must not be waited for
     if piece.path not in whole:
         hashes = [content_hash(file) for file in plain_files(path)]
         whole[piece.path] = hashes[0] if len(hashes) == 1 else xxhash.xxh3_128_hexdigest("".join(hashes).encode())

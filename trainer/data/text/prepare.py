@@ -29,7 +29,7 @@ import numpy as np
 
 from checkpoint.bucket import BucketError
 from configs.errors import OutageError, UserError
-from configs.files import FULL, write_json
+from configs.files import FULL, exists, is_folder, write_json
 from trainer.data.packing import write_mark
 from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Piece, pieces
@@ -148,7 +148,7 @@ def prepare(
 
 def is_begun(output: Path) -> bool:
     """Whether this host has work of an unfinished preparation of OUTPUT, or of its shares."""
-    return any(_beside(output, work).exists() for work in ("partial", "shards"))
+    return any(exists(_beside(output, work)) for work in ("partial", "shards"))
 
 
 def _beside(output: Path, work: str) -> Path:
@@ -189,7 +189,7 @@ def _require_apart(inputs: Sequence[str], output: Path) -> None:
     """Refuse an output in a folder of inputs: the next launch would take what is written there for new texts."""
     place = output.resolve()
     for name in inputs:
-        if Path(name).is_dir() and Path(name).resolve() in (place, *place.parents):
+        if is_folder(name) and Path(name).resolve() in (place, *place.parents):
             raise UserError(
                 f"the output {output} is in the input folder {name}, where the next preparation would read what this "
                 "one writes; choose an output outside of it"
@@ -401,7 +401,7 @@ def _enter(working: Path, settings: Settings, launch: str) -> None:
         UserError: shards in it were finished with other settings.
     """
     state = working / "settings.json"
-    if state.exists() and (n_finished := len(list(working.glob("reports/*.json")))):
+    if exists(state) and (n_finished := len(list(working.glob("reports/*.json")))):
         advice = f"It holds {n_finished} finished part(s) of an interrupted preparation; to begin again, delete it"
         check_same(working, read_json(state), settings, advice)
     for left in working.glob("unfinished.*"):
@@ -431,14 +431,14 @@ def lock(working: Path, progress: Progress) -> IO[bytes]:
         except BlockingIOError:
             progress(0, None, f"waiting for another process that prepares {working}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        if exists(path) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()  # it locks a folder that was removed in the meantime
 
 
 def discard(folder: Path) -> None:
     """Remove a folder that other processes may use; it is renamed first, so that they create no file in it."""
-    if folder.exists():
+    if exists(folder):
         trash = folder.with_name(f"{folder.name}.{os.getpid()}")
         os.rename(folder, trash)
         shutil.rmtree(trash)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from configs.files import exists, is_file, is_folder
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.text.bad_files import skipped_lines
 from trainer.data.text.documents import Keys
@@ -108,10 +109,10 @@ def is_finished(output: Path, settings: Settings, advice: str = ADVICE) -> bool:
     Raises:
         UserError: it contains anything else.
     """
-    if (output / RECORD).is_file():
+    if is_file(output / RECORD):
         check_same(output, read_json(output / RECORD).get("settings"), settings, advice)
         return True
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if exists(output) and (not is_folder(output) or any(output.iterdir())):
         raise UserError(f"{output}: exists but is not a folder of prepared text; choose another output folder")
     return False
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from configs.files import write_json
+from configs.files import exists, write_json
 from trainer.data.packing import PackingWriter
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Document, Piece, read
@@ -76,7 +76,7 @@ class Shard:
 
     def report(self) -> dict[str, Any] | None:
         """The counts of the finished shard; None if it is unfinished, or its input has changed since."""
-        if not self.report_path.exists():
+        if not exists(self.report_path):
             return None
         report = read_json(self.report_path)
         return report if report.get("inputs_hash") == self.inputs_hash else None

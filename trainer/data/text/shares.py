@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
-from configs.files import replacing, synced, write_json
+from configs.files import exists, replacing, synced, write_json
 from configs.untrusted import parse_json, read_file
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import file_pieces
@@ -76,7 +76,7 @@ def make_share(call: Call, share: int, shares: int) -> tuple[int, int] | None:
     with errors_of(call.output):
         if is_finished(call.output, call.settings):
             return None
-        if not (call.working / PLAN).exists():
+        if not exists(call.working / PLAN):
             make_plan(call, shares)
         plan = read_plan(call)
         if plan.shares != shares:
@@ -99,7 +99,7 @@ def _make_all(call: Call, plan: Plan, share: int) -> tuple[int, int]:
     make_folders(call.working, plan.settings, call.launch)
     for place in ("raw", "shares", f"unfinished.{call.launch}/raw"):
         (call.working / place).mkdir(exist_ok=True)
-    written = [shard for shard in shards if shard.report_path.exists()]
+    written = [shard for shard in shards if exists(shard.report_path)]
     there = {shard.name for shard, made in on_all(_is_made, written, call.processes, call.progress) if made}
     left = [shard for shard in shards if shard.name not in there]
     if left:
@@ -109,7 +109,7 @@ def _make_all(call: Call, plan: Plan, share: int) -> tuple[int, int]:
     try:
         do_all(_make, left, call.processes, call.progress, done)
     except FileNotFoundError:
-        if unfinished.exists():
+        if exists(unfinished):
             raise
         raise UserError(
             f"another call of shard {share}/{plan.shares} has begun after this one, and does its work; wait for it"

@@ -30,7 +30,7 @@ from checkpoint.bucket_files import (
     put_file,
     remove_others,
 )
-from configs.files import replacing
+from configs.files import exists, replacing
 from trainer.data.text.documents import is_divided_by_content
 from trainer.data.text.plan import PLAN, Plan, RawShard, plan_content, read_plan
 from trainer.data.text.prepare import Call, Remote, discard, errors_of
@@ -90,7 +90,7 @@ def _follow(call: Call, plan: bytes) -> None:
     """Keep a plan on this host, and nothing of another."""
     path = call.working / PLAN
     with alone_with(call.working):
-        if not path.exists() or path.read_bytes() != plan:
+        if not exists(path) or path.read_bytes() != plan:
             discard(call.working)
             call.working.mkdir(parents=True)
             with replacing(path) as file:
@@ -174,7 +174,7 @@ def _bring_reports(call: Call, parts: Sequence[Shard]) -> dict[str, bytes]:
     for part in parts:
         with suppress(FileNotFoundError):
             found[part.name] = bucket.get(_key(call, part.report_path))
-        if part.report_path.exists() and all(path.exists() for path in _files(part)):
+        if exists(part.report_path) and all(exists(path) for path in _files(part)):
             continue
         part.report_path.unlink(missing_ok=True)  # its files were put, and removed here
         if part.name in found:

@@ -36,6 +36,7 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
+from configs.files import is_file
 from trainer.data.lengths import Read
 from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Keys, Piece, pieces, read, read_by
@@ -318,7 +319,7 @@ def _fingerprints(layout: Sequence[Piece], tokenizer_hash: str) -> tuple[str, st
 
 def _content_hash(file: Path, share: float) -> str:
     """Hash of a file's blocks, or of an evenly spread `share` of them, including the first and the last."""
-    size = file.stat().st_size if file.is_file() else 0
+    size = file.stat().st_size if is_file(file) else 0
     if not size:  # may be a pipe, which must not be waited for
         return ""
     digest = xxhash.xxh3_128(str(size).encode())

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from configs.errors import UserError
-from configs.files import link_refused
+from configs.files import is_link, link_refused
 from configs.own_code import admit
 from configs.schema import Metrics
 from trainer.report.sinks.tensorboard import TensorBoard
@@ -27,7 +27,7 @@ def choose_sinks(settings: Metrics, folder: Path, with_own: bool = True) -> dict
     """
     sinks: dict[str, MakeSink] = {}
     if settings.tensorboard:
-        if (folder / "tensorboard").is_symlink():
+        if is_link(folder / "tensorboard"):
             raise link_refused(folder / "tensorboard")
         sinks["TensorBoard"] = TensorBoard
     if settings.wandb:

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from configs.files import AppendedFile, link_refused
+from configs.files import AppendedFile, is_link, link_refused
 from trainer.report.sinks.sink import Record, SinkRun, curves
 
 
@@ -28,7 +28,7 @@ class TensorBoard:
         self._summary_type = summary_pb2.Summary
         self._histogram_type = summary_pb2.HistogramProto
         folder = run.folder / "tensorboard"
-        if folder.is_symlink():
+        if is_link(folder):
             raise link_refused(folder)
         folder.mkdir(exist_ok=True)
         self._outages = run.outages
