@@ -99,7 +99,7 @@ def _text(key: str, text: str) -> Iterator[Missing]:
 
 def _has_any(folder: Path, pattern: str) -> bool:
     """Whether a folder has anything of such a name; not if it can't be looked at, which its first use reports."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # the latter for a name that the encoding of the system lacks
         return any(folder.glob(pattern))
     return False
 
