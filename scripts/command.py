@@ -3,10 +3,12 @@
 import argparse
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from checkpoint.bucket_files import Put, put_folder, room_for
@@ -19,6 +21,7 @@ from configs.places import is_url
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
 from configs.reading.overrides import is_override, split_flags
 from trainer.guards.fragmentation import let_segments_grow
+from trainer.lifecycle import EXIT_PREEMPTED, handling_stops
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
@@ -233,6 +236,8 @@ def checkpoint_in(source: Path, console: Console) -> Path:
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a command to its end as this process; a reader that closes its pipe, as `head` does, is no error."""
     prepare_streams()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of scripts.silent_interrupts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     let_segments_grow(os.environ)  # a benchmark measures the allocator that training has
     code = EXIT_PIPE_CLOSED
     try:
@@ -312,6 +317,20 @@ def list_of(kind: Callable[[str], Any], what: str, at_least: int = 2) -> Callabl
         return values
 
     return parse
+
+
+def stopping_at_once(remedy: str) -> AbstractContextManager[None]:
+    """A context in which a signal to stop ends this process; the message says what to do then.
+
+    An exception could be lost while torch is imported, or in a collective.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: stopped by {signal.Signals(number).name}; {remedy}", file=sys.stderr, flush=True)
+        os._exit(EXIT_PREEMPTED)
+
+    return handling_stops(stop)
 
 
 def run_command(

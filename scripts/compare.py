@@ -24,6 +24,7 @@ from configs.load import LoadedConfig, find_job_file, load
 from configs.run_stages import stage_of
 from scripts.command import (
     end,
+    folder_argument,
     number_of,
     parser_of,
     place,
@@ -31,9 +32,10 @@ from scripts.command import (
     refuse_keys,
     require_places,
     run_command,
+    stopping_at_once,
     without_overrides,
 )
-from scripts.comparison.runs import OWN_KEYS, Launch, ranks_words, run_process, run_to_its_end, train
+from scripts.comparison.runs import CONTINUES, Launch, ranks_words, refuse_own_keys, run_process, run_to_its_end, train
 from scripts.score import load_for_scoring, with_tokenizer_of
 from trainer.report.console import Console
 from trainer.report.units import count
@@ -66,8 +68,9 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
     def work(console: Console) -> None:
         require_places({"--json": options.json})
-        for key, reason in OWN_KEYS.items():
-            refuse_keys(words, [key], reason)
+        swept = [] if options.sweep is None else [f"--{options.sweep}"]
+        refuse_own_keys([*words, *swept])
+        refuse_keys(swept, ["training.seed"], "every config is trained with the same seeds; leave it out, see --seeds")
         options.configs = [str(place(each)) for each in options.configs]
         folders = [Path(each) for each in options.configs if is_folder(each)]
         is_run = len(folders) == len(options.configs) or any(is_file(each / "config.toml") for each in folders)
@@ -85,7 +88,8 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
         if options.json:
             write_json(options.json, report)
 
-    return run_command(work, "stopped; the same command continues")
+    with stopping_at_once(CONTINUES):
+        return run_command(work, f"stopped; {CONTINUES}")
 
 
 # --------------------------------------------------------------------------- runs
@@ -282,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sweep", metavar="KEY=VALUES", help="compare values of one key: --sweep optimizer.lr=1e-3,2e-3,4e-3")
     add("--seeds", type=positive, default=3, metavar="N", help="seeds, from the job's own on (default: %(default)s)")
     add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this host (default: 1)")
-    add("--output", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/compare-...)")
+    add("--output", type=folder_argument, metavar="FOLDER", help="folder of the runs (default: runs/compare-...)")
     add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     confidence = number_of(lambda c: 0.5 <= c < 1, "a confidence, such as 0.95")
     add("--confidence", type=confidence, default=0.98, metavar="C", help="of the intervals (default: %(default)s)")

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 if not __package__:  # run as a file, or by another script that is
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import scripts.silent_interrupts  # noqa: F401 - until `end` takes it back
 
 from configs.secret import SECRET
 from scripts.command import end, positive, without_overrides

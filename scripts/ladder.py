@@ -27,16 +27,18 @@ from configs.schema import Config
 from scripts.command import (
     add_job_argument,
     end,
+    folder_argument,
     job_of,
     list_of,
     number_of,
     parsed,
     parser_of,
+    place_argument,
     positive,
-    refuse_keys,
     run_command,
+    stopping_at_once,
 )
-from scripts.comparison.runs import OWN_KEYS, Launch, run_process, train
+from scripts.comparison.runs import CONTINUES, Launch, refuse_own_keys, run_process, train
 from scripts.widths.picture import Line, Panel, picture
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, read_records
@@ -69,14 +71,14 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
     def work(console: Console) -> None:
         job = job_of(options)
-        for key, reason in OWN_KEYS.items():
-            refuse_keys(overrides, [key], reason)
+        refuse_own_keys(overrides)
         find_job_file(job)  # a wrong path costs no import of torch
         if options.run:
             require_run(options.run)
         _climb(options, job, overrides, launch or run_process, console)
 
-    return run_command(work, "stopped; the same command continues")
+    with stopping_at_once(CONTINUES):
+        return run_command(work, f"stopped; {CONTINUES}")
 
 
 def _climb(options: argparse.Namespace, job: str, overrides: list[str], launch: Launch, console: Console) -> None:
@@ -271,9 +273,9 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--dims", type=dims, metavar="LIST", help="the widths (model.dim) instead")
     add("--rule", choices=RULES, default=RULES[0], help="how they shrink, docs/optimizers.md (default: %(default)s)")
     add("--seeds", type=positive, default=3, metavar="N", help="runs at each width (default: %(default)s)")
-    add("--run", type=Path, metavar="FOLDER", help="a run of the job itself, to compare with the prediction")
+    add("--run", type=place_argument, metavar="FOLDER", help="a run of the job itself, to compare with the prediction")
     add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this host (default: 1)")
-    add("--output", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/ladder-NAME)")
+    add("--output", type=folder_argument, metavar="FOLDER", help="folder of the runs (default: runs/ladder-NAME)")
     confidence = number_of(lambda c: 0.5 <= c < 1, "a confidence, such as 0.95")
     add("--confidence", type=confidence, default=0.9, metavar="C", help="of the interval (default: %(default)s)")
     return parser

@@ -146,12 +146,18 @@ def _positions(workers: list[_Worker], ranks: Iterable[int]) -> str:
     return "".join(f"meanwhile, rank {rank} of {len(workers)}: {workers[rank].position()}\n" for rank in ranks)
 
 
+def fork_server(*preloaded: str) -> Any:
+    """The context of a fork server that imports modules once; it and what it forks end silently at Ctrl-C."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["scripts.silent_interrupts", *preloaded])
+    return context
+
+
 def _start_worker(backend: str) -> _Worker:
     if "nccl" in backend:  # CUDA cannot be used after a fork of a process that has queried it
         context: Any = multiprocessing.get_context("spawn")
     else:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *PRELOADED])
+        context = fork_server(__name__, *PRELOADED)
     here, there = context.Pipe()
     crash = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  it is open for as long as the worker lives
     process = context.Process(target=_work, args=(there, crash.name), daemon=True)
@@ -204,7 +210,10 @@ def _work(connection: Connection, crash: str) -> None:
         if dist.is_initialized():
             end_process_group()
         retires = _threads() > MANY_THREADS
-        connection.send((*result, retires))
+        try:
+            connection.send((*result, retires))
+        except BrokenPipeError:  # the pool was closed meanwhile
+            return
         if retires:
             # The caller fetches tensors from this process, through a separate socket, after it receives the message.
             with suppress(EOFError):

@@ -4,7 +4,8 @@ The run must have recorded fingerprints (metrics.fingerprint = true). The steps 
 up to N are computed again in a temporary folder; nothing in RUN is changed. --random K takes K random steps in place of
 --step. Without further words the replay has the run's own mesh, and must be equal in bits. With --ranks and keys of the
 job such as --mesh.dp_shard 2, or on another machine, it must be equal within a bound. Otherwise the first step and the
-parameter that differ are named. Exit code 0: equal; 1: not equal, or not possible.
+parameter that differ are named. Exit code 0: equal; 1: not equal, or not possible;
+75: stopped.
 """
 
 import argparse
@@ -26,11 +27,12 @@ from configs.errors import ConfigError, UserError
 from configs.files import exists
 from configs.load import load
 from configs.run_stages import trained_diff
-from scripts.command import end, parsed, parser_of, place_argument, positive, refuse_keys, run_command
+from scripts.command import end, folder_argument, parsed, parser_of, place_argument, positive, refuse_keys, run_command
+from scripts.comparison.runs import Stopped
 from scripts.launcher import run_ranks
 from train import end_process
 from trainer.guards.fragmentation import let_segments_grow
-from trainer.lifecycle import StopRequest, install_signal_handlers
+from trainer.lifecycle import EXIT_PREEMPTED, StopRequest, install_signal_handlers
 from trainer.report.console import Console
 
 if TYPE_CHECKING:
@@ -134,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--random", type=positive, metavar="K", help="the same for K random steps")
     parser.add_argument("--seed", type=int, metavar="S", help="choose the same random steps each time")
     parser.add_argument("--ranks", type=positive, metavar="R", help="ranks on this host (default: as many as the run)")
-    parser.add_argument("--folder", type=Path, metavar="F", help="a new folder in which the replay is kept")
+    parser.add_argument("--folder", type=folder_argument, metavar="F", help="a new folder in which the replay is kept")
     return parser
 
 
@@ -171,6 +173,8 @@ def compute_again(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) 
         code = run_ranks(__file__, [], ranks)
     finally:
         del os.environ[_RANK_OF]
+    if code == EXIT_PREEMPTED:
+        raise Stopped("stopped; the same command computes the steps from the first one on")
     if code:
         raise UserError(f"the replay did not come to its end (exit code {code})")
 

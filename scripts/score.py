@@ -8,12 +8,9 @@ of them sequence by sequence.
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
@@ -24,9 +21,9 @@ from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
 from configs.schema import Config, LrSchedule, Mesh, Optimizer
 from configs.table import with_keys
-from scripts.command import end, folder_argument, parser_of, positive, refuse_keys, without_overrides
+from scripts.command import end, folder_argument, parser_of, positive, refuse_keys, stopping_at_once, without_overrides
 from scripts.launcher import run_ranks
-from trainer.lifecycle import EXIT_PREEMPTED, handling_stops, tell_torchrun
+from trainer.lifecycle import tell_torchrun
 from trainer.report.console import Console
 
 _OF_TRAINING = (
@@ -45,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(own)
     if options.ranks > 1 and "RANK" not in os.environ:
         return run_ranks(__file__, words, options.ranks)
-    with handling_stops(_stop), Console(int(os.environ.get("RANK", "0"))) as console:
+    at_stop = stopping_at_once("the same command computes the losses from the beginning")
+    with at_stop, Console(int(os.environ.get("RANK", "0"))) as console:
         try:
             with files_that_fail():
                 score_run(options.run, options.step, overrides, console)
@@ -55,15 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.error(str(error))
             return error.exit_code
     return 0
-
-
-def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    """End this process by a signal. An exception could be lost while torch is imported, or in a collective."""
-    if os.environ.get("RANK", "0") == "0":
-        name = signal.Signals(number).name
-        print(f"error: stopped by {name}; the same command computes the losses from the beginning", file=sys.stderr)
-        sys.stderr.flush()
-    os._exit(EXIT_PREEMPTED)
 
 
 def score_run(folder: Path, step: int | None, overrides: Sequence[str], console: Console) -> None:

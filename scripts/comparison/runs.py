@@ -9,17 +9,26 @@ from typing import Any
 from configs.errors import KeelError
 from configs.files import is_file
 from configs.load import LoadedConfig
-from scripts.command import EXIT_INTERRUPTED
+from scripts.command import EXIT_INTERRUPTED, refuse_keys
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, handling_stops, read_status
 from trainer.report.console import Console
 
 _KEEL = Path(__file__).parents[1] / "keel.py"
+
+CONTINUES = "the same command continues"
+"""What an experiment that a signal stops between two of its runs says."""
 
 OWN_KEYS = {
     "job.output_dir": "--output FOLDER names the folder of all runs; leave it out",
     "job.allow_run_change": "each run trains from its beginning with its keys; leave it out, or name another --output",
 }
 """The keys that an experiment sets for its runs, and why the command line may not."""
+
+
+def refuse_own_keys(words: Sequence[str]) -> None:
+    """Raise ConfigError if the command line sets a key that an experiment sets for its runs."""
+    for key, reason in OWN_KEYS.items():
+        refuse_keys(words, [key], reason)
 
 
 def own_words(seed: int, folder: object) -> tuple[str, ...]:
@@ -97,14 +106,18 @@ def run_to_its_end(command: Sequence[str], folder: Path, launch: Launch) -> None
 def run_process(command: Sequence[str]) -> int:
     """Run a keel command as a process of its own, to which signals are passed on; what it prints is in its run.log."""
     child: list[subprocess.Popen[bytes]] = []
+    arrived: list[int] = []
 
     def pass_on(number: int, _frame: Any) -> None:
+        arrived.append(number)
         for each in child:
             each.send_signal(number)
 
     with handling_stops(pass_on):
         words = [sys.executable, str(_KEEL), *command]
         child.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+        for number in arrived:  # while the process was being started
+            child[0].send_signal(number)
         code = child[0].wait()
         # It may come before the command's own work.
         return EXIT_PREEMPTED if -code in STOP_SIGNALS or code == EXIT_INTERRUPTED else code

@@ -1,6 +1,5 @@
 """The ranks of a job that are rehearsed, each in a process of its own, and what comes of it."""
 
-import multiprocessing
 import random
 import tempfile
 import time
@@ -18,6 +17,7 @@ from configs.errors import KeelError
 from configs.layout import MeshSizes, mesh_sizes
 from configs.machine import available_cores
 from configs.schema import Config
+from scripts.rank_pool import fork_server
 from scripts.rehearsal.job import rehearsal_job
 from scripts.rehearsal.match import match
 from scripts.rehearsal.play import Event, play
@@ -63,8 +63,7 @@ def rehearse(config: Config, ranks: int, later: Sequence[Config], as_all: bool =
             job = rehearsal_job(config, ranks, folder / f"run-{rank}", later)
             (folder / f"{rank}.toml").write_text(job.text)
         workers = min(len(chosen), available_cores())
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([play.__module__])  # which imports torch, once
+        context = fork_server(play.__module__)  # which imports torch
         with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
             played = list(pool.map(partial(_played, folder, ranks), chosen))
     programs = {rank: events for rank, (events, _) in zip(chosen, played, strict=True)}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_process_groups_that_are_gone_leave_no_threads(ranks):
         list(run_rows(Pool(), CONFIG, rows, (*dtype_overrides("float64"), "--training.steps", "2")))
         counts.append(max(ranks(2, threads)))
     assert counts[1] == counts[0]
+
+
+def ends_at_ctrl_c() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def test_ctrl_c_ends_a_worker_without_a_traceback():
+    pool = RankPool(size=1)
+    try:
+        assert pool.run(1, ends_at_ctrl_c) == [True]
+    finally:
+        pool.close()
 
 
 def process_with(n_threads: int) -> int:

@@ -86,6 +86,18 @@ def test_a_signal_before_a_command_handles_it_is_a_stop(tmp_path, monkeypatch):
     assert runs.run_process([str(int(signal.SIGKILL))]) == -signal.SIGKILL
 
 
+def test_a_signal_while_a_command_is_being_started_reaches_it(tmp_path, monkeypatch):
+    class Started(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            signal.raise_signal(signal.SIGTERM)
+
+    (tmp_path / "keel.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(runs, "_KEEL", tmp_path / "keel.py")
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    assert runs.run_process([]) == EXIT_PREEMPTED
+
+
 def test_a_loss_that_is_not_finite_names_its_run():
     whole = Scores(20, "seal", 2560, "digest", [3.0, 2.0], [16, 16])
     sides = [

@@ -3,9 +3,11 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 
 import pytest
 from torch.distributed.run import parse_args
@@ -13,6 +15,7 @@ from torch.distributed.run import parse_args
 import train
 from configs.load import load
 from scripts import checkpoint, keel, plan
+from scripts.command import end
 from tests.conftest import ROOT
 from trainer.lifecycle import LAUNCHER
 
@@ -33,6 +36,18 @@ def test_a_word_that_is_no_command_names_the_nearest(capsys):
     assert capsys.readouterr().err == "keel exprot: no such command; did you mean keel export?\n"
     assert keel.main(["qqq"]) == 2
     assert capsys.readouterr().err == "keel qqq: no such command; keel --help lists all commands\n"
+
+
+def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.delitem(sys.modules, "scripts.silent_interrupts", raising=False)
+    try:
+        import_module("scripts.silent_interrupts")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        with pytest.raises(SystemExit, match=r"^7$"):
+            end(lambda: signal.getsignal(signal.SIGINT) is signal.default_int_handler and 7)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_help_is_a_command_too(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from configs.errors import ConfigError, UserError
 from scripts.proof.replay import plan
 from scripts.replay import compute, random_steps, replay
 from tests.end_to_end.launch import assert_same_tensors, launch_here, snapshot, tensors
-from trainer.lifecycle import StopRequest
+from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
 from trainer.step import Learner
 
@@ -295,3 +295,12 @@ def test_a_replay_is_kept_in_a_folder_of_its_own(copy):
     with pytest.raises(UserError, match="is not empty; name a new folder with --folder"):
         said_by(replay, copy, 3, folder=copy)
     assert sorted(copy.rglob("*")) == before
+
+
+def test_a_replay_that_a_signal_stops_says_so(recorded, monkeypatch, capsys):
+    monkeypatch.setattr(scripts.replay, "run_ranks", lambda *_: EXIT_PREEMPTED)
+    monkeypatch.setattr(scripts.replay, "end_process", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        scripts.replay.main([str(recorded), "--step", "3"])
+    assert ended.value.code == EXIT_PREEMPTED
+    assert capsys.readouterr().err.startswith("error: stopped; the same command")

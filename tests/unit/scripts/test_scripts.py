@@ -24,6 +24,7 @@ from scripts import (
     parity,
     plan,
     prepare_data,
+    replay,
     report,
     reproduce,
     sample,
@@ -138,17 +139,25 @@ def test_a_command_stopped_among_its_imports_ends_with_one_line(capsys, monkeypa
 
 SIGNALLED = """
 import os, sys
-from scripts import score
-score.score_run = lambda *_: os.kill(os.getpid(), int(sys.argv[1]))
-score.main(["run"])
+from scripts import {module}
+{module}.{work} = lambda *_: os.kill(os.getpid(), int(sys.argv[1]))
+{module}.main({words})
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_score_that_is_stopped_says_so_and_ends_with_the_code_that_a_comparison_reads(number):
-    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(int(number))], cwd=ROOT, capture_output=True, text=True)
-    said = f"error: stopped by {number.name}; the same command computes the losses from the beginning\n"
-    assert (done.returncode, done.stderr) == (75, said)
+@pytest.mark.parametrize(
+    ("module", "work", "words", "remedy"),
+    [
+        ("score", "score_run", ["run"], "the same command computes the losses from the beginning"),
+        ("compare", "_trained", ["debug", "debug"], "the same command continues"),
+        ("ladder", "_climb", ["debug"], "the same command continues"),
+    ],
+)
+def test_a_signal_between_two_runs_is_one_line_and_the_code_of_a_stop(number, module, work, words, remedy):
+    program = SIGNALLED.format(module=module, work=work, words=words)
+    done = subprocess.run([sys.executable, "-c", program, str(int(number))], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, f"error: stopped by {number.name}; {remedy}\n")
 
 
 def test_a_fork_of_the_current_folder_lies_beside_it(tmp_path, monkeypatch):
@@ -236,6 +245,8 @@ def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
         (benchmark.main, ["loader", "--training.seq_len", "512"], "--training.seq_len 512: the loader is measured"),
         (compare.main, ["debug", "debug", "--job.output_dir", "here"], "--job.output_dir: --output FOLDER names"),
         (ladder.main, ["debug", "--job.output_dir", "here"], "--job.output_dir: --output FOLDER names"),
+        (compare.main, ["debug", "--sweep", "job.output_dir=a,b"], "--job.output_dir: --output FOLDER names"),
+        (compare.main, ["debug", "--sweep", "training.seed=1,2"], "--training.seed: every config is trained with"),
         (
             compare.main,
             ["debug", "debug", "--job.allow_run_change", "true"],
@@ -375,6 +386,21 @@ def test_figures_that_can_not_be_written_are_a_message(tmp_path, capsys, monkeyp
 def test_a_folder_that_does_not_exist_is_told_before_the_work(tmp_path, capsys, main, words):
     assert main([*words, str(tmp_path / "none" / "file")]) == 78
     assert f"{words[-1]} {tmp_path}/none/file: there is no folder {tmp_path}/none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (compare.main, ["debug", "debug", "--output"]),
+        (ladder.main, ["debug", "--output"]),
+        (replay.main, ["runs/debug", "--step", "1", "--folder"]),
+    ],
+)
+def test_a_place_in_a_bucket_is_not_taken_for_a_folder(capsys, main, words):
+    with pytest.raises(SystemExit):
+        main([*words, "s3://bucket/runs"])
+    said = f"argument {words[-1]}: s3://bucket/runs: this command writes into folders of this host's disks only"
+    assert said in capsys.readouterr().err
 
 
 def test_a_file_is_not_taken_for_a_run_folder(tmp_path, capsys):
