@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from configs.secret import SECRET
-from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS
+from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, handling_stops
 
 _ELASTIC = "is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1"
 """torchrun's settings for hosts that are lost and join (docs/stopping.md); scripts/launch/elastic.sh has the same."""
@@ -66,11 +66,10 @@ def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, pass_on)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal
-    agent.append(_agent(program, words, ranks))
-    result = agent[0].run()
+    with handling_stops(pass_on):
+        agent.append(_agent(program, words, ranks))
+        result = agent[0].run()
     return _exit_code(result.failures, passed_on) if result.is_failed() else EXIT_DONE
 
 

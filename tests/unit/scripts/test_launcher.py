@@ -29,10 +29,12 @@ sys.exit(75)
 )
 
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder_with_everything_restored(monkeypatch, tmp_path):
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGHUP)}
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     monkeypatch.setenv("KEEL_SECRET", "of this launch")
     monkeypatch.chdir(tmp_path)
@@ -58,8 +60,11 @@ def run(folder, program, ranks=2):
     ],
 )
 def test_the_exit_code_is_that_of_the_ranks(tmp_path, capfd, ending, code, said):
+    before = [signal.getsignal(number) for number in HANDLED]
     assert run(tmp_path, RANK + ending) == code
     assert capfd.readouterr().err == said
+    # What a command does next, such as a replay its verdict, ends at a signal again.
+    assert [signal.getsignal(number) for number in HANDLED] == before
 
 
 def test_a_signal_while_ranks_are_being_started_reaches_them(tmp_path, monkeypatch):
