@@ -10,6 +10,7 @@ a hard link, as after `cp -al`, is first copied.
 
 import errno
 import json
+import math
 import os
 import shutil
 import stat
@@ -186,8 +187,17 @@ def write_atomically(path: Path, texts: Iterable[str], writer: str = "") -> None
 
 
 def write_json(path: Path, value: Any, writer: str = "") -> None:
-    """Write a value as JSON for people and programs, as `write_atomically` does."""
-    write_atomically(path, [json.dumps(value, indent=2) + "\n"], writer)
+    """Write a value as JSON for people and programs, as `write_atomically` does; what is not finite becomes null."""
+    write_atomically(path, [json.dumps(_with_nulls(value), indent=2, allow_nan=False) + "\n"], writer)
+
+
+def _with_nulls(value: Any) -> Any:
+    """The value as JSON has it, which knows no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _with_nulls(each) for key, each in value.items()}
+    return [_with_nulls(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_even_if_full(path: Path, text: str, writer: str = "") -> None:

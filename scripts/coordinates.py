@@ -180,16 +180,11 @@ def _sweep(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
         for name, by_dim in losses.items()
     ]
     figures = {
-        "losses": {n: {d: _without_nan(f) for d, f in by_dim.items()} for n, by_dim in losses.items()},
-        "best": {n: _without_nan({d: _optimum(f) for d, f in by_dim.items()}) for n, by_dim in losses.items()},
+        "losses": losses,
+        "best": {name: {dim: _optimum(found) for dim, found in by_dim.items()} for name, by_dim in losses.items()},
     }
     drawn = picture("Final loss by learning rate; a dot is the best", "learning rate", [panels], same_y=True)
     return figures, lines, drawn
-
-
-def _without_nan(numbers: Mapping[float, float]) -> dict[float, float | None]:
-    """The numbers as JSON has them, which knows no NaN."""
-    return {key: number if math.isfinite(number) else None for key, number in numbers.items()}
 
 
 def _best(losses: Mapping[float, float]) -> float:

@@ -31,7 +31,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError
-from configs.files import exists, is_file, write_atomically
+from configs.files import exists, is_file, write_atomically, write_json
 from configs.load import find_job_file, load
 from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
                 "notes": small.notes,
                 "rows": [asdict(outcome) for outcome in found],
             }
-            write_atomically(options.json, [json.dumps(record, indent=1)])
+            write_json(options.json, record)
             console.line(f"written: {options.json}")
         if options.page:
             from scripts.proving.page import page

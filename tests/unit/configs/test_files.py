@@ -1,6 +1,8 @@
 """Files of Keel's own under crashes, full disks, removed folders, links, pipes and devices."""
 
 import errno
+import json
+import math
 import os
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from configs.files import (
     require_plain,
     write_atomically,
     write_even_if_full,
+    write_json,
 )
 from tests.torture.full_disk import fill, free, small_disk
 from trainer.guards.outages import Outages
@@ -311,3 +314,11 @@ def test_a_path_that_cannot_be_looked_at_is_an_error(ask, tmp_path):
     """On any Python: 3.14's pathlib says that nothing is there."""
     with pytest.raises(OSError, match="File name too long"):
         ask(tmp_path / ("x" * 300))
+
+
+def test_json_has_null_for_what_is_not_finite(tmp_path):
+    """Python would write NaN and Infinity, which no other reader of JSON takes."""
+    value = {"losses": {16: (2.5, math.nan)}, "rows": [{"gap": math.inf}], "steps": 3, "is_right": True}
+    write_json(tmp_path / "file.json", value)
+    expected = {"losses": {"16": [2.5, None]}, "rows": [{"gap": None}], "steps": 3, "is_right": True}
+    assert json.loads((tmp_path / "file.json").read_text(), parse_constant=pytest.fail) == expected
