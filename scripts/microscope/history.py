@@ -86,7 +86,7 @@ def read_history(folder: Path, stages: Sequence[RunStage]) -> History:
     sizes = [(step, int(found[1]), int(found[2])) for step, line in lines if (found := _BATCH_CHANGE.fullmatch(line))]
     events: list[_Event] = [*borders, *((step + 1, now, None) for step, _, now in sizes)]
     rewinds = [incident for incident in run.incidents if incident["what"] == "rewind"]
-    events += [(each["spike_step"], each["to_step"], each["samples"][1] + 1) for each in rewinds]
+    events += [(each["to_step"] + 1, None, each["samples"][1] + 1) for each in rewinds]
     stretches = _continued([Stretch(1, 0, sizes[0][1] if sizes else batch)], events)
     history = History(stretches, run.step, Start(**saved["data"].get("start", {})))
     if history.samples(run.step + 1).start != next_sample:
@@ -97,17 +97,18 @@ def read_history(folder: Path, stages: Sequence[RunStage]) -> History:
     return history
 
 
-_Event = tuple[int, int, int | None]
-"""A step, and the batch from it on; or a spike, the step that the run went back to, and the sample to go on with."""
+_Event = tuple[int, int | None, int | None]
+"""A step, and the batch from it on; or the step that follows on going back after a spike, and its first sample."""
 
 
 def _continued(stretches: list[Stretch], events: Iterable[_Event]) -> list[Stretch]:
-    """The stretches after some events, of which a change of the batch comes first at the same step."""
-    for at, value, resumed_at in sorted(events, key=lambda event: event[0]):
-        if resumed_at is None:
-            stretches.append(Stretch(at, stretches[-1].samples(at).start, value))
-        else:
-            current = stretches[-1].batch
-            stretches = [each for each in stretches if each.first_step <= value]
-            stretches.append(Stretch(value + 1, resumed_at, current))
+    """The stretches after some events, of which a change of the batch comes first at the same step.
+
+    The order of their steps is that in which they happened: going back to a step undoes what was changed behind it.
+    """
+    for first_step, batch, sample in sorted(events, key=lambda event: event[0]):
+        last = stretches[-1]
+        first_sample = last.samples(first_step).start if sample is None else sample
+        stretches = [each for each in stretches if each.first_step < first_step]
+        stretches.append(Stretch(first_step, first_sample, batch or last.batch))
     return stretches

@@ -126,7 +126,8 @@ class RunData:
     def _chain(self, first: int, start: Start) -> list[View]:
         views = [View(self._stages[first].config, start)]
         for stage in self._stages[first + 1 :]:
-            views.append(views[-1].next(self.history.samples(stage.first_step).start, stage.config))
+            # Of its own first step they may be later ones: the run may have gone back to its border after a spike.
+            views.append(views[-1].next(self.history.samples(stage.border.after).stop, stage.config))
         return views
 
     @cached_property

@@ -38,6 +38,8 @@ class Plan:
     """The launch that computed the last step."""
     steps: dict[int, Step]
     """Their fingerprints."""
+    earlier: tuple[Launch, ...] = ()
+    """The launches that computed the steps before, perhaps on other meshes."""
 
     @property
     def first(self) -> int:
@@ -100,7 +102,8 @@ def plan(run: Path, step: int, folder: Path, begin: int | None = None) -> Plan:
     _check_same_run(launches, folder, where)
     _check_same_samples(launches, load(str(folder / JOB_NAME), is_stored=True).stages, where)
     moved_to = launches[0].next_sample if launches[0].step == begin else None
-    return Plan(run, checkpoint, moved_to, launches[-1], stretch.steps)
+    earlier = {launch.step: launch for launch in launches if launch is not launches[-1]}
+    return Plan(run, checkpoint, moved_to, launches[-1], stretch.steps, tuple(earlier.values()))
 
 
 def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> None:
@@ -147,6 +150,7 @@ class Replayer(Trainer):
             UserError: the data can't begin there.
         """
         super().__init__(runtime, before_build)
+        self._enter_stage(self.step + 1)  # the samples that were passed over at its border are its own
         position = self.loader.state_dict()
         if first_sample is None or position["next_sample"] == first_sample:
             return
@@ -201,14 +205,14 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     replayed = read_stretch(folder, plan.first, plan.last)
     if absent := sorted(plan.steps.keys() - replayed.steps.keys()):
         raise UserError(f"the replay has no fingerprint of step {absent[0]}")
-    was = plan.launch
     now = replayed.launches[plan.last]
-    before, after = configs_of(was, now, folder)
-    changed = changed_settings(before, was.mesh, after, now.mesh) | changes(was.environment, now.environment)
+    changes_since = [_changed(was, now, folder) for was in (*plan.earlier, plan.launch)]
+    changed = {name: line for each in changes_since for name, line in each.items()}
     pairs = [(plan.steps[number], replayed.steps[number]) for number in sorted(plan.steps)]
     names = [name for name, _ in plan.launch.parameters]
     found = next(filter(None, (difference(*pair, names, plan.launch.ranks) for pair in pairs)), None)
-    expects_bits = not changed or not difference(*pairs[0], names, plan.launch.ranks)
+    is_one_change = all(each == changes_since[0] for each in changes_since)
+    expects_bits = not changed or (is_one_change and not difference(*pairs[0], names, plan.launch.ranks))
     if found is None or expects_bits:
         return Verdict(plan.last, plan.last, changed, expects_bits, found, None, None)
     largest = None
@@ -223,6 +227,12 @@ def judge(plan: Plan, folder: Path) -> Verdict:
             if outside is None and gap.value > gap.bound:
                 outside = gap
     return Verdict(plan.last, pairs[-1][0].step, changed, expects_bits, found, largest, outside)
+
+
+def _changed(was: Launch, now: Launch, folder: Path) -> dict[str, str]:
+    """What may have changed the bits between two launches, "old -> new" by name."""
+    before, after = configs_of(was, now, folder)
+    return changed_settings(before, was.mesh, after, now.mesh) | changes(was.environment, now.environment)
 
 
 def configs_of(was: Launch, now: Launch, folder: Path) -> list[dict[str, Any]]:

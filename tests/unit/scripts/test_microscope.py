@@ -4,6 +4,7 @@ import json
 import struct
 import time
 from collections import defaultdict
+from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
 
@@ -13,13 +14,17 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.manifest import Manifest, RunChange
 from configs.load import load
+from configs.run_stages import Border, RunStage
 from configs.table import with_keys
 from scripts.data import main
+from scripts.microscope import history as histories
+from scripts.microscope import run_data
 from scripts.microscope.documents import Documents
-from scripts.microscope.history import History, Stretch
+from scripts.microscope.history import History, Stretch, read_history
 from scripts.microscope.run_data import RunData, View
-from tests.end_to_end.launch import launch_here
+from tests.end_to_end.launch import TINY, launch_here
 from tests.unit.small_job import JOB
 from trainer.data.loader import build_loader
 from trainer.data.order import Start
@@ -246,6 +251,49 @@ def test_histories_by_brute_force(data):
     steps = {each: step for step, samples in taken.items() for each in samples}
     assert [history.step_of(each) for each in range(sample)] == [steps.get(each) for each in range(sample)]
     assert [each for part in history.trained(last) for each in part] == sorted(steps)
+
+
+REWOUND = [(20, 27, 215), (20, 26, 263)]
+"""Steps that a run with a batch of 8 went back to from which spikes, and the last samples that it passed over."""
+
+
+@pytest.mark.parametrize(
+    ("rewinds", "changes", "expected"),
+    [
+        (REWOUND, [], {20: (152, 8), 21: (264, 8), 31: (344, 8)}),
+        (REWOUND[:1], [(23, "8 -> 4")], {20: (152, 8), 21: (216, 8), 24: (240, 4), 31: (268, 4)}),
+        (REWOUND[:1], [(20, "8 -> 4")], {20: (152, 8), 21: (216, 4), 31: (256, 4)}),
+        ([*REWOUND, (30, 35, 383)], [(10, "4 -> 8")], {10: (36, 4), 11: (40, 8), 21: (264, 8), 31: (384, 8)}),
+    ],
+    ids=["twice, the second time from an earlier step", "then a batch", "a batch, then back", "and to a later step"],
+)
+def test_a_history_is_what_happened_in_its_order(monkeypatch, rewinds, changes, expected):
+    incidents = [
+        {"step": to_step, "what": "rewind", "spike_step": spike, "to_step": to_step, "samples": [160, last]}
+        for to_step, spike, last in rewinds
+    ]
+    saved = {"run": {"step": 30, "incidents": incidents}, "data": {"next_sample": expected[31][0]}}
+    manifest = Manifest(**dict.fromkeys(Manifest.__dataclass_fields__))
+    lines = [RunChange(step, [f"training.global_batch_size: {line}"]) for step, line in changes]
+    monkeypatch.setattr(histories, "steps_in", lambda folder: [30])
+    monkeypatch.setattr(histories, "read_manifest", lambda folder: replace(manifest, run_changes=lines))
+    monkeypatch.setattr(histories, "read_trainer_state", lambda folder: saved)
+    monkeypatch.setattr(histories, "check_saved_state", lambda saved: None)
+    config = with_keys(load(str(TINY), ()).config, training={"global_batch_size": 8})
+    history = read_history(Path("run"), [RunStage(Border(), config)])
+    assert {step: (history.samples(step).start, len(history.samples(step))) for step in expected} == expected
+
+
+def test_a_stage_to_whose_border_a_run_went_back_begins_with_the_samples_that_were_passed_over(tmp_path, monkeypatch):
+    other = '[{name = "random", kind = "synthetic"}, {name = "other", kind = "synthetic"}]'
+    (tmp_path / "config.toml").write_text(f"{JOB}\n[[stages]]\nat_step = 10\ndata.sources = {other}\n")
+    first, second = (stage.config for stage in load(str(tmp_path / "config.toml"), is_stored=True).stages)
+    batch = first.training.global_batch_size
+    begun = View(first, Start()).next(10 * batch, second).start
+    history = History([Stretch(1, 0, batch), Stretch(11, 13 * batch, batch)], 20, begun)
+    monkeypatch.setattr(run_data, "read_history", lambda folder, stages: history)
+    data = RunData(tmp_path)
+    assert [data.view_of(step).start for step in (1, 10, 11, 20)] == [Start(), Start(), begun, begun]
 
 
 def test_a_corpus_of_a_trillion_tokens_takes_less_than_a_second(run, tmp_path, capsys):

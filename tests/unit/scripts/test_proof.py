@@ -15,12 +15,13 @@ import scripts.replay
 from configs.errors import ConfigError, UserError
 from scripts.proof.replay import plan
 from scripts.replay import compute, random_steps, replay
-from tests.end_to_end.launch import assert_same_tensors, launch_here, snapshot, tensors
+from tests.end_to_end.launch import TINY, assert_same_tensors, launch_here, snapshot, tensors
+from trainer.data.loader import MicroBatch
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
 from trainer.step import Learner
 
-STEPS = 20
+STEPS, BATCH = 20, 8
 JOB = ("--metrics.fingerprint", "true", "--checkpoint.interval", "5", "--metrics.interval", "2")
 
 
@@ -140,6 +141,38 @@ def test_a_run_that_passed_samples_over_is_replayed_from_there_on_only(copy, tmp
     assert plan(copy, 12, tmp_path).first_sample == 104
     with pytest.raises(UserError, match=r"between step 5 and step 12, .* went back to step 10 after a spike"):
         plan(copy, 12, tmp_path, begin=5)
+
+
+def test_a_run_that_went_back_to_the_border_of_a_stage_is_replayed_with_the_samples_of_that_stage(tmp_path):
+    """The spike of step 13 sends it back to step 10, after which other sources are mixed."""
+    sources = '[{name = "noise", kind = "synthetic"}, {name = "other", kind = "synthetic", weight = 2.0}]'
+    stage = f"stages = [{{at_step = 10, data.sources = {sources}}}]"
+    (tmp_path / "job.toml").write_text(f"base = {json.dumps(str(TINY))}\n{stage}\n")
+    rule = ("--fault.spikes.action", "rewind", "--fault.spikes.window", "5", "--fault.spikes.rewind_interval", "10")
+    gradients = Learner.gradients
+
+    def with_spike(learner: Learner, batch: list[MicroBatch], *arguments: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, norm = gradients(learner, batch, *arguments)
+        return loss * (5.0 if batch[0].samples[0] == 12 * BATCH else 1.0), norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "gradients", with_spike)
+        assert launch_here(tmp_path, *JOB, *rule, config=tmp_path / "job.toml") == 0
+    assert plan(tmp_path / "run", 12, tmp_path).first_sample == 13 * BATCH
+    holds, text = said_by(replay, tmp_path / "run", 14)
+    assert holds
+    assert "equal in bits: steps 11 to 14" in text
+
+
+def test_a_run_that_was_resumed_with_other_sums_is_not_compared_in_bits(tmp_path):
+    """The replay has the micro-batch of the last launch, and computes the steps of the first with it, too."""
+    assert launch_here(tmp_path, *JOB, "--training.steps", "10") == 0
+    assert launch_here(tmp_path, *JOB, "--training.micro_batch_size", "4") == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    holds, text = said_by(replay, tmp_path / "run", 12)
+    assert holds
+    assert "because of training.micro_batch_size 2 -> 4" in text
+    assert "equal within the bound: steps 1 to 12" in text
 
 
 def test_fingerprints_change_no_bit_of_the_run(recorded, tmp_path):
