@@ -308,6 +308,30 @@ def test_a_difference_in_bits_alone_has_no_size(copy):
     assert "equal within the bound: steps 6 to 7; losses, norms and samples of gradients are equal" in said
 
 
+def test_sums_that_are_equal_in_the_first_step_by_luck_may_differ_in_the_next(copy):
+    """A norm is a single number: in another order, every second sum has the same bits."""
+    file = copy / "fingerprints.jsonl"
+    lines = [json.loads(line) for line in file.open()]
+    for line in lines:
+        if "environment" in line:
+            line["environment"] |= {"torch": "another"}
+        if line.get("step") == 7:
+            line["grad_norm"] = (float.fromhex(line["grad_norm"]) * (1 + 2**-22)).hex()
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    holds, said = said_by(replay, copy, 8)
+    assert holds, said
+    assert "in bits, step 7 is the first that differs: the gradient norm\n" in said
+    assert "equal within the bound: steps 6 to 8; the difference nearest to it is 2.4e-07 of the gradient norm" in said
+
+
+def test_a_run_with_muon_is_replayed_with_other_sums(tmp_path):
+    """Its update enlarges round-off more than AdamW's does."""
+    assert launch_here(tmp_path, *JOB, "--optimizer.name", "muon", "--training.steps", "5") == 0
+    holds, said = said_by(replay, tmp_path / "run", 5, words=("--training.micro_batch_size", "4"))
+    assert holds, said
+    assert "equal within the bound: steps 1 to 5; the difference nearest to it is" in said
+
+
 @pytest.mark.slow
 def test_an_exchanged_checkpoint_is_found(copy, tmp_path):
     """Of a run with the same run keys, whole in itself; with other keys, it is refused as that of another run."""
