@@ -69,7 +69,7 @@ def is_link(path: str | Path) -> bool:
 def _mode(path: str | Path, follow_symlinks: bool = True) -> int | None:
     """What is at a path, as in `os.stat_result.st_mode`; None: nothing."""
     try:
-        return os.stat(path, follow_symlinks=follow_symlinks).st_mode
+        return os.stat(Path(path), follow_symlinks=follow_symlinks).st_mode  # an empty path is the current folder
     except ValueError:  # it has a null character
         return None
     except OSError as error:
