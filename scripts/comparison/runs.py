@@ -1,5 +1,6 @@
 """The runs of an experiment: each is trained by a keel command in a process of its own, unless it is finished."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from configs.errors import KeelError
 from configs.files import is_file
 from configs.load import LoadedConfig
 from scripts.command import EXIT_INTERRUPTED, refuse_keys
-from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, handling_stops, read_status
+from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS, handling_stops, read_status
 from trainer.report.console import Console
 
 _KEEL = Path(__file__).parents[1] / "keel.py"
@@ -94,11 +95,14 @@ def run_to_its_end(command: Sequence[str], folder: Path, launch: Launch) -> None
 
     Raises:
         Stopped: a signal arrived.
-        Failed: it has failed; its own message stands above.
+        Failed: it was killed, or has failed; then its own message stands above.
     """
     code = launch(command)
     if code == EXIT_PREEMPTED:
         raise Stopped(f"{folder} was stopped; the same command continues there")
+    if code < 0:
+        name = signal.Signals(-code).name
+        raise Failed(f"keel {command[0]} for {folder} was killed by {name}; the same command continues", EXIT_FAILED)
     if code:
         raise Failed(f"keel {command[0]} failed for {folder} (exit code {code}); its message is above", code)
 

@@ -86,6 +86,13 @@ def test_a_signal_before_a_command_handles_it_is_a_stop(tmp_path, monkeypatch):
     assert runs.run_process([str(int(signal.SIGKILL))]) == -signal.SIGKILL
 
 
+def test_a_run_that_was_killed_has_no_message_above():
+    said = "^keel train for a/run was killed by SIGKILL; the same command continues$"
+    with pytest.raises(runs.Failed, match=said) as failed:
+        runs.run_to_its_end(["train"], Path("a/run"), lambda command: -signal.SIGKILL)
+    assert failed.value.exit_code == 1
+
+
 def test_a_signal_while_a_command_is_being_started_reaches_it(tmp_path, monkeypatch):
     class Started(subprocess.Popen):
         def __init__(self, *arguments, **options):
