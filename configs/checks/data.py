@@ -9,21 +9,8 @@ from configs.places import is_url, url_fault
 from configs.schema import Config, Source
 
 
-def _empty_paths(config: Config, _: int | None) -> Iterator[Problem]:
-    """A source's is found by `_source`."""
-    paths = {
-        "tokenizer.path": config.tokenizer.path,
-        "checkpoint.load": config.checkpoint.load,
-        "checkpoint.init_from": config.checkpoint.init_from,
-    }
-    for key, path in paths.items():
-        if path == "":
-            unset = "" if key == "checkpoint.load" else '; "none" unsets what a base sets'
-            yield key, f'"" names nothing (is a variable of the shell not set?): leave it out{unset}'
-
-
 def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
-    path = config.tokenizer.path
+    path = config.tokenizer.path or None  # "" is none, too
     train_on = config.tokenizer.train_on
     if is_url(path) and (fault := url_fault(str(path))):
         yield "tokenizer.path", fault
@@ -112,4 +99,4 @@ def _validation(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_empty_paths, _tokenizer, _sources, _prepare, _validation)
+RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation)

@@ -39,6 +39,8 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     for key, name in (("load", load), ("init_from", table.init_from)):
         if is_url(str(name)) and (fault := url_fault(str(name))):
             yield f"checkpoint.{key}", fault
+        if name == "":
+            yield f"checkpoint.{key}", '"" names nothing (is a variable of the shell not set?); leave it out'
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}; give a step of 0 or more"
     if table.go_back and load in ("latest", "none"):

@@ -31,6 +31,7 @@ from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import code_hashes
 from trainer.guards.peers import Peers
 
+NO_TEXT = ("--data.sources", '[{name = "random", kind = "synthetic"}]', "--tokenizer.path", "none")
 IMPORTS = """
 import json, sys, time
 opened = []
@@ -104,7 +105,7 @@ def heartbeats(ranks: int) -> int:
 
 def row(name: str, ranks: int, environment: Mapping[str, str]) -> str:
     """The table's row for a number of ranks."""
-    job = load(name, ("--training.global_batch_size", str(max(ranks, 2048)), "--tokenizer.path", '""'), ranks)
+    job = load(name, ("--training.global_batch_size", str(max(ranks, 2048)), *NO_TEXT), ranks)
     with patch.dict("os.environ", environment):
         named, asked = names_of_an_attempt(ranks)
         built, groups = mesh(job, ranks)

@@ -279,8 +279,8 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         (SOURCE % ("tokens", ",path='x'"), 'job.toml: a tokenizer is needed for source "s": set tokenizer.path'),
         ("data.prepare={input=['a'],output='b'}", "a tokenizer is needed for [data.prepare]: set tokenizer.path"),
         ("tokenizer.train_on=['a']", "--tokenizer.train_on: train_on needs path"),
-        ("tokenizer.path=", '--tokenizer.path: "" names nothing (is a variable of the shell not set?): leave it out; '),
-        ("checkpoint.init_from=", '--checkpoint.init_from: "" names nothing'),
+        ("data.prepare={input=['a'],output='b'} tokenizer.path=''", "a tokenizer is needed for [data.prepare]: set"),
+        ("checkpoint.init_from=", '--checkpoint.init_from: "" names nothing (is a variable of the shell not set?)'),
         ("checkpoint.load=", '--checkpoint.load: "" names nothing'),
         ("tokenizer.train_on=['a'] tokenizer.path=t.json", "train_on makes a SentencePiece model"),
         (
