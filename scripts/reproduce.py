@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, words = parsed(parser, arguments)
     if options.write and (words or options.ranks or options.checkpoint):
         parser.error("--write computes nothing, and takes neither --ranks nor --checkpoint nor keys of the job")
-    if not options.write and os.path.isdir(options.source):  # Path.is_dir raises for what cannot be looked at
+    if not options.write and os.path.isdir(options.source):  # is_folder raises for what cannot be looked at
         parser.error("a run folder goes with --write FILE; without, name such a file")
     if not options.write and options.begin is not None:
         parser.error("--begin goes with --write: where the steps begin stands in FILE")

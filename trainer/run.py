@@ -21,7 +21,7 @@ from checkpoint.find import keep_tokenizer
 from checkpoint.incarnation import Superseded
 from checkpoint.lock import FolderInUse
 from configs.errors import ConfigError, KeelError, OutageError, mistakes_of_the_job
-from configs.files import insist, require_plain, write_atomically
+from configs.files import exists, insist, require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.nccl import configure_nccl, nccl_settings, warn_of_faults
@@ -313,10 +313,8 @@ def _is_saved_for_a_stop(launch: _Launch) -> bool:
 
 def _is_missing(folder: Path) -> bool:
     """Whether a folder does not exist; a disk that refuses to say may have it."""
-    try:
-        insist(partial(os.stat, folder))
-    except OSError as error:
-        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    with suppress(OSError):
+        return not insist(partial(exists, folder))
     return False
 
 

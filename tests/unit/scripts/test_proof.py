@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -292,16 +293,21 @@ def test_a_changed_record(kind, expected, copy):
             said_by(replay, copy, 7)
 
 
-def test_a_difference_in_bits_alone_has_no_size(copy):
-    """Of a run on another machine, bits of gradients differ, while all that has a size is equal."""
-    file = copy / "fingerprints.jsonl"
+def recorded_elsewhere(run: Path, step: int, name: str, change: Callable[[str], str]) -> None:
+    """Let a run have been recorded with another torch, which computed something else of a step."""
+    file = run / "fingerprints.jsonl"
     lines = [json.loads(line) for line in file.open()]
     for line in lines:
         if "environment" in line:
             line["environment"] |= {"torch": "another"}
-        if line.get("step") == 6 and "digests" in line:
-            line["digests"] = line["digests"][8:] + line["digests"][:8]
+        elif line["step"] == step:
+            line[name] = change(line[name])
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_difference_in_bits_alone_has_no_size(copy):
+    """Of a run on another machine, bits of gradients differ, while all that has a size is equal."""
+    recorded_elsewhere(copy, 6, "digests", lambda digests: digests[8:] + digests[:8])
     holds, said = said_by(replay, copy, 7)
     assert holds, said
     assert "the bits may differ, because of torch another -> " in said
@@ -310,14 +316,7 @@ def test_a_difference_in_bits_alone_has_no_size(copy):
 
 def test_sums_that_are_equal_in_the_first_step_by_luck_may_differ_in_the_next(copy):
     """A norm is a single number: in another order, every second sum has the same bits."""
-    file = copy / "fingerprints.jsonl"
-    lines = [json.loads(line) for line in file.open()]
-    for line in lines:
-        if "environment" in line:
-            line["environment"] |= {"torch": "another"}
-        if line.get("step") == 7:
-            line["grad_norm"] = (float.fromhex(line["grad_norm"]) * (1 + 2**-22)).hex()
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recorded_elsewhere(copy, 7, "grad_norm", lambda norm: (float.fromhex(norm) * (1 + 2**-22)).hex())
     holds, said = said_by(replay, copy, 8)
     assert holds, said
     assert "in bits, step 7 is the first that differs: the gradient norm\n" in said
