@@ -179,12 +179,17 @@ def reduce_with(
 def _convert_before_tensor_parallel_sums(group: FSDPParamGroup) -> None:
     """Convert gradients to the dtype of the reduction before FSDP sums them over tensor-parallel ranks, not after.
 
-    FSDP does either: the first where it keeps gradients of several micro-batches, as it does for a pipeline's stages. A
-    group's gradients are of one dtype, so all of them are converted.
+    Up to torch 2.14 FSDP does either: the first where it keeps gradients of several micro-batches, as it does for a
+    pipeline's stages. A group's gradients are of one dtype, so all of them are converted.
     """
-    if any(parameter.is_dtensor for parameter in group.fsdp_params):
+    if _FSDP_ADDS_UP and any(parameter.is_dtensor for parameter in group.fsdp_params):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed = partial(_accumulate, parameter)  # type: ignore[method-assign]
+
+
+_FSDP_ADDS_UP = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+"""Whether FSDP adds up the gradients of several passes. Since torch 2.15 autograd does, in the dtype of the reduction;
+what is summed over tensor-parallel ranks is of that dtype as well."""
 
 
 def _accumulate(parameter: FSDPParam) -> None:
@@ -197,13 +202,13 @@ def _accumulate(parameter: FSDPParam) -> None:
 def reduce_gradients(model: nn.Module) -> None:
     """Reduce gradients that a backward pass left unsharded, as the last of a step would.
 
-    All are converted first: a pass for the weights alone is one of autograd's for each few weights, and FSDP converts
-    what has come after each, so that only the last ones are left in the compute dtype.
+    Where FSDP adds up, all are converted first: a pass for the weights alone is one of autograd's for each few weights,
+    and FSDP converts what has come after each, so that only the last ones are left in the compute dtype.
     """
     for module in modules_with_groups(model):
         module.set_requires_gradient_sync(True, recurse=False)
         for group in _param_groups(module):
-            for parameter in group.fsdp_params:
+            for parameter in group.fsdp_params if _FSDP_ADDS_UP else ():
                 _accumulate(parameter)
             group.post_backward()
 
@@ -350,7 +355,9 @@ def timeouts_of(group: dist.ProcessGroup) -> dict[str, timedelta]:
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set how long collectives of a group may take, on each of its backends."""
     if timeouts_of(group):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        # Public since torch 2.15.
+        set_for = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_for(timeout, group)
 
 
 def _gpu_backends() -> list[Any]:
@@ -507,6 +514,7 @@ COLLECTIVES = (
     "barrier",
     "broadcast_",
     "gather_",
+    *(["gather_into_tensor_"] if hasattr(torch.ops.c10d, "gather_into_tensor_") else []),  # torch 2.15
     "recv_",
     "reduce_",
     "reduce_scatter_",

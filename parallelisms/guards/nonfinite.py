@@ -165,7 +165,7 @@ def _first_of(tensors: Mapping[str, Tensor], phase: int, what: str) -> Finding |
 @torch.no_grad()
 def _is_finite(tensor: Tensor) -> bool:
     """Whether this rank's part of the tensor is finite."""
-    return bool(local_part(tensor.detach()).isfinite().all())
+    return bool(local_part(tensor).isfinite().all())
 
 
 @torch.no_grad()
