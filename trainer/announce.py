@@ -72,7 +72,7 @@ def say_hello(job: Opened, console: Console) -> None:
     if unauthenticated := note_on_secret(os.environ):
         console.line(unauthenticated)
     for complaint in (*job.warnings, *without_effect(config), *slow_attention(config, mesh.device.type)):
-        console.warning(complaint)
+        console.warning_of_all(complaint)
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
     warn_if_too_large(job.largest, mesh.device, console, mesh, job.storage)

@@ -354,7 +354,7 @@ class Trainer:
             healed = check_replicas(self.learner.replicas(), on_difference, step, saved_step)
         self.progress.compared_step = step
         if healed:
-            self.console.warning(f"healed replicas that differed from the majority after step {step}:{healed}")
+            self.console.warning_of_all(f"healed replicas that differed from the majority after step {step}:{healed}")
             self.progress.record("heal", tensors=[line.strip() for line in healed.strip().split("\n")])
 
     def _validate(self) -> ValidationResult | None:

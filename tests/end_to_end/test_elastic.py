@@ -27,8 +27,9 @@ def test_ranks_without_a_place_wait_and_the_run_is_that_of_the_others(tmp_path: 
     (launched,) = [each for record in records(tmp_path / "run") for each in record.get("launches", [])]
     assert (launched["ranks"], launched["idle_ranks"], launched["incarnation"]) == (2, 1, 1)
     assert [each["ranks"] for each in incarnations(tmp_path / "run")] == [3]
-    launch(tmp_path, f"{WORDS} --job.output_dir plain", ranks=2)
+    plain = launch(tmp_path, f"{WORDS} --job.output_dir plain --pipeline.schedule gpipe", ranks=2)
     assert curve(tmp_path / "run") == curve(tmp_path / "plain")
+    assert plain.err.count("does nothing with mesh.pp = 1") == 1  # what all ranks find is said once
 
 
 def test_a_launch_that_hung_and_wakes_commits_nothing(tmp_path: Path):

@@ -142,6 +142,11 @@ class Console:
         """Report, on any rank, a problem that does not stop the work."""
         self._complain("warning", text, "yellow")
 
+    def warning_of_all(self, text: str) -> None:
+        """Report once what all ranks have found alike."""
+        if self.rank == 0:
+            self.warning(text)
+
     def error(self, text: str) -> None:
         """Report, on any rank, why the work stops."""
         self._complain("error", text, "bold red")
