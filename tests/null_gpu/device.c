@@ -575,3 +575,12 @@ IGNORED(ncclGroupEnd)
 IGNORED(ncclGroupStart)
 IGNORED(ncclRedOpCreatePreMulSum)
 IGNORED(ncclRedOpDestroy)
+/* The library of the machine's devices, libnvidia-ml.so.1, which is this one under another name; torch asks it since 2.14
+ * whether memory can be shared over NVLink between hosts. */
+IGNORED(nvmlDeviceGetComputeRunningProcesses)
+IGNORED(nvmlDeviceGetGpuFabricInfoV) /* leaves what the caller has set: not supported */
+IGNORED(nvmlDeviceGetHandleByPciBusId_v2)
+IGNORED(nvmlDeviceGetNvLinkRemoteDeviceType)
+IGNORED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+IGNORED(nvmlInit_v2)
+IGNORED(nvmlSystemGetCudaDriverVersion_v2)

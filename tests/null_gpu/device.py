@@ -117,4 +117,7 @@ def _build(built: Path, headers: list[Path]) -> None:
         done = subprocess.run([*command, "-ldl", "-lpthread"], capture_output=True, text=True)
         if done.returncode:
             raise Unavailable(f"gcc could not build {SOURCE}:\n{done.stderr}")
+        devices = Path(folder) / "libnvidia-ml.so.1"
+        devices.symlink_to(built.name)
+        devices.replace(built.parent / devices.name)
         made.replace(built)  # in one go: another process may be at it
