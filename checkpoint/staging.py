@@ -113,7 +113,7 @@ class Stager:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.nbytes, 0))
             except RuntimeError as error:  # some sandboxes and virtual machines, and a limit on locked memory
                 with suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")  # CUDA keeps the error for the next launch, which would fail with it
+                    torch.ones(1, device="cuda")  # CUDA keeps the error for the next launch, which would fail with it
                 reason = str(error)
             else:
                 weakref.finalize(self, _unpin, raw)

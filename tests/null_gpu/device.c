@@ -368,6 +368,7 @@ int cudaStreamCreate(void **stream) { return make_handle(stream); }
 int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return make_handle(stream); }
 int cudaStreamGetPriority(void *stream, int *priority) { return *priority = 0, SUCCESS; }
 int cudaStreamIsCapturing(void *stream, int *status) { return *status = cudaStreamCaptureStatusNone, SUCCESS; }
+int cuStreamIsCapturing(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
 int cudaStreamGetCaptureInfo(void *stream, int *status, void *id, void *graph, void *nodes, void *edges, void *count) {
     return *status = cudaStreamCaptureStatusNone, SUCCESS;
 }
@@ -501,7 +502,9 @@ int ncclCommInitRankConfig(void **made, int ranks, UniqueId id, int rank, void *
     return make_communicator(made, ranks, rank);
 }
 int ncclCommInitRankScalable(void **made, int ranks, int rank) { return make_communicator(made, ranks, rank); }
-int ncclCommSplit(void *parent, int color, int key, void **made) { return make_communicator(made, 1, 0); }
+int ncclCommSplit(Communicator *parent, int color, int key, void **made) { /* nobody says how many share the color */
+    return make_communicator(made, parent->ranks, key);
+}
 int ncclCommCount(Communicator *communicator, int *ranks) { return *ranks = communicator->ranks, SUCCESS; }
 int ncclCommUserRank(Communicator *communicator, int *rank) { return *rank = communicator->rank, SUCCESS; }
 int ncclCommGetAsyncError(void *communicator, int *error) { return *error = SUCCESS; }
