@@ -11,7 +11,7 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -39,8 +39,8 @@ MAX_VOCABULARY = 1 << 24
 MAX_GROWTH = 100
 """The most that the replacements of a tokenizer.json, applied in sequence, may lengthen a text, as a factor."""
 
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<\uff5cbegin\u2581of\u2581sentence\uff5c>")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 
 
 class Tokenizer(Protocol):
@@ -228,11 +228,15 @@ class JsonTokenizer:
         for piece, i in self._ids.items():
             lengths[i] = len(piece) if "ByteLevel" in kinds else _bytes_of_piece(piece)
         for i, token in self._added.items():
-            lengths[i] = 0 if token.special else len(token.content.encode())
+            own = len(token.content.encode()) if "ByteLevel" in kinds else _bytes_of_piece(token.content)
+            lengths[i] = 0 if token.special else own
         return lengths
 
-    def _first_id(self, names: Iterable[str]) -> int | None:
-        return next((self._ids[name] for name in names if name in self._ids), None)
+    def _first_id(self, names: Sequence[str]) -> int | None:
+        """The id of the first of these names; of special tokens, if one is: to Gemma, "<s>" is a tag of HTML."""
+        special = {token.content: i for i, token in self._added.items() if token.special}
+        ids = next((ids for ids in (special, self._ids) if not ids.keys().isdisjoint(names)), {})
+        return next((ids[name] for name in names if name in ids), None)
 
 
 def _parse_description(content: bytes) -> dict[str, Any]:

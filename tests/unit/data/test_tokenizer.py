@@ -108,6 +108,46 @@ def test_token_bytes_of_a_sentencepiece_like_json(tmp_path):
     assert load_tokenizer(tmp_path / "tokenizer.json").token_bytes().tolist() == [0, 1, 1, 3, 2]
 
 
+def saved_with_added_tokens(path, special, plain):
+    """Save a SentencePiece-like tokenizer.json with these added tokens, numbered in their order; returns it loaded."""
+    names = [*special, *plain]
+    vocab = {name: i for i, name in enumerate(names)} | {"\u2581a": len(names)}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()]
+    model.decoder = tokenizers.decoders.Sequence(steps)
+    model.add_special_tokens([*special])
+    model.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in plain])
+    model.save(str(path))
+    return load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("special", "plain", "marks"),
+    [
+        (("<pad>", "<eos>", "<bos>"), ("<s>", "</s>"), (2, 1)),  # Gemma, with tags of HTML
+        (("<s>", "<|endoftext|>"), ("</s>",), (0, 1)),  # Phi-3
+        (
+            ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+            (),
+            (0, 1),
+        ),  # DeepSeek
+        (("<pad>",), ("<s>", "</s>"), (1, 2)),
+        (("<pad>",), (), (None, None)),
+    ],
+)
+def test_marks_are_found_among_the_special_tokens_first(tmp_path, special, plain, marks):
+    tokenizer = saved_with_added_tokens(tmp_path / "tokenizer.json", special, plain)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == marks
+
+
+def test_added_tokens_have_the_bytes_of_the_text_that_they_decode_to(tmp_path):
+    """Gemma adds runs of spaces, written as U+2581, and tags of HTML."""
+    tokenizer = saved_with_added_tokens(tmp_path / "tokenizer.json", ("<bos>",), ("\u2581\u2581", "<s>", "<0x0A>"))
+    decoded = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    assert decoded == ["", "  ", "<s>", "\n", " a"]
+    assert tokenizer.token_bytes().tolist() == [len(text.encode()) for text in decoded]
+
+
 def test_a_decoder_that_does_not_tell_bytes_is_an_error(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     model.decoder = tokenizers.decoders.WordPiece()
