@@ -134,6 +134,22 @@ def test_parquet_rows_come_in_order_one_piece_a_row_group(tmp_path):
         read_all(path, text_key="body")
 
 
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"])
+def test_parquet_files_of_other_writers_store_texts_without_a_dictionary(tmp_path, encoding):
+    texts = [f"row {i} é" for i in range(2500)]
+    table = pyarrow.table({"id": range(2500), "text": texts})
+    path = tmp_path / "x.parquet"
+    encodings = {"id": "PLAIN", "text": encoding}
+    pyarrow.parquet.write_table(table, path, 1200, use_dictionary=False, column_encoding=encodings)
+    assert read_all(path) == (texts, [])
+
+
+def test_a_column_of_parquet_that_is_no_text_is_said_to_be_what_it_is(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": [{"text": "a"}]}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet, row group 0, row 0: 'text' is dict, not a text"):
+        read_all(tmp_path / "x.parquet")
+
+
 def test_a_parquet_file_without_row_groups_has_no_documents(tmp_path):
     pyarrow.parquet.ParquetWriter(tmp_path / "x.parquet", pyarrow.schema({"text": pyarrow.string()})).close()
     assert read_all(tmp_path) == ([], [])

@@ -399,11 +399,22 @@ def _fault_of_row(row: dict[Any, Any], keys: Keys) -> ValueError | None:
 
 def _read_parquet(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
     parquet = import_package("pyarrow.parquet", f"{piece.path}: .parquet files")
-    _require_columns(parquet.read_schema(piece.path).names, keys)
+    metadata = parquet.read_metadata(piece.path)
+    _require_columns(metadata.schema.to_arrow_schema().names, keys)
     columns = list(keys.options)
-    with parquet.ParquetFile(piece.path, read_dictionary=columns) as file:
-        batches = file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=columns)
-        yield from _rows(batches, columns, 0)
+    groups = range(piece.start, piece.stop)
+    dictionaries = [name for name in columns if _can_be_dictionary(metadata, groups, name)]
+    with parquet.ParquetFile(piece.path, metadata=metadata, read_dictionary=dictionaries) as file:
+        yield from _rows(file.iter_batches(1024, row_groups=groups, columns=columns), columns, 0)
+
+
+def _can_be_dictionary(metadata: Any, groups: Iterable[int], name: str) -> bool:
+    """Whether Arrow can read a column as a dictionary, in which rows share a text: no structure, and no text that is
+    stored as its difference from the one before (DELTA_BYTE_ARRAY, as of DuckDB, Trino and Spark in Parquet's version
+    2)."""
+    chunks = [metadata.row_group(group).column(i) for group in groups for i in range(metadata.num_columns)]
+    found = [chunk.encodings for chunk in chunks if chunk.path_in_schema == name]
+    return bool(found) and not any(each.startswith("DELTA_") for encodings in found for each in encodings)
 
 
 def _read_arrow(piece: Piece, keys: Keys) -> Iterator[tuple[int, object]]:
