@@ -31,6 +31,7 @@ from trainer.data.text.shares import MAX_SHARES, make_share
 from trainer.data.text.shares_in_bucket import bring_inputs, make_share_remotely, remove_work
 from trainer.data.text.workers import Progress
 from trainer.data.token_file import SUFFIX
+from trainer.data.tokenizer import load_tokenizer, losses_of
 from trainer.report.console import Console
 
 
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _bring_inputs(options, console)
         options.inputs = [os.path.relpath(copy_of(name)) if is_url(name) else name for name in options.inputs]
         options.tokenizer = local_file(options.tokenizer)
+        for loss in losses_of(load_tokenizer(options.tokenizer)):
+            console.warning(loss)
         options.output = copy_of(url) if url else Path(options.output)
         if options.shard:
             _make_share(options, console)

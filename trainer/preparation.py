@@ -27,7 +27,7 @@ from trainer.data.text.listing import examine, list_files
 from trainer.data.text.prepare import Call, prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, described
 from trainer.data.text.workers import Progress
-from trainer.data.tokenizer import train_sentencepiece
+from trainer.data.tokenizer import load_tokenizer, losses_of, train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
 from trainer.report.sinks.choose import choose_sinks
@@ -169,6 +169,7 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
     if is_file(output / RECORD):  # only checks that it was made from the same text with the same settings
         prepare(call(), console.line, **_if_changed(config, output, console))
         return
+    _warn_of_losses(tokenizer, console)
     with console.progress("Tokenizing", in_bytes=True) as report:
 
         def follow(done: int, total: int | None, message: str) -> None:
@@ -203,13 +204,21 @@ def _look_at_text(config: Config, console: Console, stop: StopRequest) -> None:
     Raises:
         UserError: some are unreadable; the error names them all.
     """
-    for _, source in used_sources(config):
-        if source.kind == "text" and source.path:
+    texts = [source for _, source in used_sources(config) if source.kind == "text"]
+    if texts and config.tokenizer.path:
+        _warn_of_losses(config.tokenizer.path, console)
+    for source in texts:
+        if source.path:
             bad = BadFiles()
             examine(list_files([source.path], bad), Keys(source.text_key), bad, report=lambda n_bytes: _check(stop))
             bad.check()
             for line in bad.described():
                 console.line(f"{source.path}: {line}")
+
+
+def _warn_of_losses(tokenizer: str, console: Console) -> None:
+    for loss in losses_of(load_tokenizer(tokenizer)):
+        console.warning(f"{tokenizer}: {loss}")
 
 
 def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:

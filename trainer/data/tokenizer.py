@@ -12,7 +12,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -112,6 +112,24 @@ def _runs(text: str) -> Iterator[str]:
         end = text.find("\n", start + RUN_CHARACTERS) + 1 or len(text)
         yield text[start:end]
         start = end
+
+
+_SPACED = "a\n\n\tb  c"
+
+
+def losses_of(tokenizer: Tokenizer) -> list[str]:
+    """What a tokenizer takes from the texts that a model learns, as sentences: nothing, of one that Keel trained."""
+    found = []
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        found.append("the tokenizer has neither BOS nor EOS, so no token tells a model where a document ends")
+    with suppress(UserError):  # of some, a character without a token
+        text = tokenizer.decode(tokenizer.encode(_SPACED))
+        if text != _SPACED:  # SentencePiece's own defaults make one space of all white space
+            found.append(
+                f"the tokenizer does not give texts back as they were: {_SPACED!r} becomes {text!r}; what it drops, no "
+                "model learns"
+            )
+    return found
 
 
 class SentencePieceTokenizer:

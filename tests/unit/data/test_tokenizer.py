@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece as spm
 import tokenizers
 import xxhash
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError, UserError
 from trainer.data import tokenizer as module
-from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
+from trainer.data.tokenizer import encode_document, load_tokenizer, losses_of, train_sentencepiece
 
 CODE = [
     "def f(x):\n    if x > 10:\n\t\treturn  {'a': 1234}\n\n\n    return None\r\n" * 20,
@@ -146,6 +147,19 @@ def test_added_tokens_have_the_bytes_of_the_text_that_they_decode_to(tmp_path):
     decoded = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
     assert decoded == ["", "  ", "<s>", "\n", " a"]
     assert tokenizer.token_bytes().tolist() == [len(text.encode()) for text in decoded]
+
+
+def test_what_a_tokenizer_takes_from_texts_is_said(tmp_path, sentencepiece, byte_level):
+    assert losses_of(sentencepiece) == losses_of(byte_level) == []
+    path = tmp_path / "defaults.model"  # of SentencePiece: white space becomes a space
+    training = {"sentence_iterator": iter(CODE), "model_prefix": str(path.with_suffix("")), "minloglevel": 2}
+    spm.SentencePieceTrainer.train(**training, vocab_size=60, model_type="bpe", bos_id=-1, eos_id=-1)
+    no_marks, no_lines = losses_of(load_tokenizer(path))
+    assert "neither BOS nor EOS" in no_marks
+    assert r"'a\n\n\tb  c' becomes 'a " in no_lines
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0}))  # it refuses other words
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert losses_of(load_tokenizer(tmp_path / "tokenizer.json")) == [no_marks]
 
 
 def test_a_decoder_that_does_not_tell_bytes_is_an_error(tmp_path):
