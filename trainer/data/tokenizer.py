@@ -11,7 +11,7 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import chain
@@ -206,10 +206,13 @@ class JsonTokenizer:
         with _panics_as_errors(f"{path}: not a tokenizer.json"):
             description = _parse_description(content)
             self._model = tokenizers.Tokenizer.from_str(json.dumps(description))
-            self._model.encode_special_tokens = True  # a special token's name in a text is text
+            self._added = self._model.get_added_tokens_decoder()
+            special = {token.content for token in self._added.values() if token.special}
+            own = _without_pieces(special, description)
+            self._encoder = self._model if own is description else tokenizers.Tokenizer.from_str(json.dumps(own))
+            self._encoder.encode_special_tokens = True  # a special token's name in a text is text
             self._decoder: dict[str, Any] = description["decoder"] or {}
             self._ids: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
-            self._added = self._model.get_added_tokens_decoder()
             self.vocab_size = max(self._ids.values(), default=0) + 1
             if self.vocab_size > MAX_VOCABULARY:
                 raise ValueError(f"its ids go up to {self.vocab_size - 1:,}; Keel reads less than {MAX_VOCABULARY:,}")
@@ -220,7 +223,7 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode `text`, without special tokens around it."""
         with _panics_as_errors(f"{self._path}: can't encode a text"):
-            return self._model.encode(text, add_special_tokens=False).ids
+            return self._encoder.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode `ids`; special tokens produce no text."""
@@ -268,6 +271,21 @@ def _parse_description(content: bytes) -> dict[str, Any]:
         if (growth := _growth(description[part])) > MAX_GROWTH:
             raise ValueError(f"its {part} makes a text up to {growth:,} times longer; Keel allows at most {MAX_GROWTH}")
     return description | dict.fromkeys(("truncation", "padding", "post_processor"))
+
+
+def _without_pieces(names: Collection[str], description: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer whose pieces of these names, its special tokens, match no text; ids stay as they are.
+
+    Unigram looks for every piece of its vocabulary in a text, and its special tokens are among them, with the best
+    score. A piece without a name keeps its id. BPE builds pieces up by merges, and none leads to a special token.
+    """
+    model = description["model"]
+    if not isinstance(model["vocab"], list):  # Unigram's is one, of pieces and scores
+        return description
+    pieces = {piece for piece, _ in model["vocab"]} & {*names}
+    vocab = [["" if piece in pieces else piece, score] for piece, score in model["vocab"]]
+    added = [token for token in description["added_tokens"] if token["content"] not in pieces]
+    return description | {"model": model | {"vocab": vocab}, "added_tokens": added}
 
 
 def _growth(step: Any) -> int:

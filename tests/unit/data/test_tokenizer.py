@@ -1,5 +1,6 @@
 """Tokenizers: exact round trips, what an id stands for in bytes, and errors that say what to do."""
 
+import io
 import json
 import os
 import sys
@@ -87,6 +88,30 @@ def test_names_of_marks_in_a_text_are_text(sentencepiece, byte_level):
         ids = tokenizer.encode(mark)
         assert tokenizer.eos_id not in ids
         assert tokenizer.decode(ids) == mark
+
+
+def test_names_of_marks_are_text_to_a_unigram_json_as_to_sentencepiece(tmp_path):
+    """Its vocabulary has the marks among its pieces, as transformers' conversion of a SentencePiece model leaves it."""
+    written = io.BytesIO()
+    options = {"model_type": "unigram", "vocab_size": 60, "normalization_rule_name": "identity", "minloglevel": 2}
+    rules = {"hard_vocab_limit": False, "remove_extra_whitespaces": False, "character_coverage": 1.0}
+    lines = [line.strip() for text in CODE for line in text.splitlines()] + ["x < y / s > z"]
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=written, **options, **rules)
+    reference = spm.SentencePieceProcessor(model_proto=written.getvalue())
+    pieces = [(reference.id_to_piece(i), reference.get_score(i)) for i in range(len(reference))]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
+    model.decoder = tokenizers.decoders.Metaspace()
+    model.add_special_tokens(["<unk>", "<s>", "</s>", "<more>"])
+    model.add_tokens(["<br>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    for text in ("<s>", "a</s>", "return </s> <s>", *lines):
+        assert tokenizer.encode(text) == reference.encode(text), text
+    assert 2 not in tokenizer.encode("a</s>")
+    assert tokenizer.encode("<br>")[-1] == len(reference) + 1
+    assert tokenizer.decode([1, *tokenizer.encode("a</s>"), 2]) == "a</s>"
 
 
 def test_a_document_stands_between_its_marks(sentencepiece, monkeypatch):
@@ -345,7 +370,7 @@ def test_a_panic_of_the_package_is_a_message(tmp_path, byte_level, monkeypatch):
         def encode(self, *_, **__):
             raise PanicException("attempt to subtract with overflow")
 
-    monkeypatch.setattr(byte_level, "_model", Model())
+    monkeypatch.setattr(byte_level, "_encoder", Model())
     with pytest.raises(UserError, match=r"can't encode a text .attempt to subtract"):
         byte_level.encode("x")
 
