@@ -309,6 +309,8 @@ def _open(path: str | Path) -> IO[bytes]:
     compression = COMPRESSION.get(os.path.splitext(path)[1].lower())
     if compression is None:
         return open(path, "rb")
+    if not os.path.getsize(path):  # to Arrow, such a file has no text
+        raise OSError("has no bytes, which no compressed file has: it was cut off")
     pyarrow = import_package("pyarrow", f"{path}: compressed files")
     return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression=compression), 1 << 20))
 
