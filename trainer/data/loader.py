@@ -167,7 +167,7 @@ class BatchReader:
                     given[row] = own_targets
         targets = self._tensor(windows[:, 1:])
         targets[torch.from_numpy((sources < 0)[:, None] | (windows[:, 1:] == PADDING))] = IGNORED
-        windows[windows == PADDING] = 0  # any token: nothing before it sees it
+        _fill_padding(windows)
         positions = document_ids = None
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
@@ -192,6 +192,18 @@ class BatchReader:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """A contiguous copy, in pinned memory if it goes to a GPU."""
         return torch.empty(array.shape, dtype=torch.int64, pin_memory=self.pin_memory).copy_(torch.from_numpy(array))
+
+
+def _fill_padding(windows: np.ndarray) -> None:
+    """Repeat each window's own tokens in its padding, which nothing before it sees; a window without any has zeros.
+
+    A router counts them with the text. One token for all padding would have one choice of experts: these would have
+    less of the text, by the biases or the auxiliary loss.
+    """
+    for window in windows:
+        is_padding = window == PADDING
+        if is_padding.any():
+            window[is_padding] = np.resize(window[~is_padding], is_padding.sum())
 
 
 def further_tokens(
