@@ -87,6 +87,8 @@ class Trainer:
         """Whether a step's result is read only when the next step's work is queued, so that the device never idles."""
         self.last: QueuedStep | None = None
         """The last step, until its result is read."""
+        self.awaits_validation = False
+        """Whether a stop has ended the validation after the last step, which the next launch repeats."""
 
     def _load(self, opened: Opened) -> None:
         """Load the checkpoint that was found, or the one to fall back to if its files turn out to be damaged."""
@@ -134,6 +136,7 @@ class Trainer:
         knows_peak = self.records.peak is not None
         with self.watch.training(), self.console.training(self.run.step, n_steps, knows_peak, on_gpu):
             self._vote_to_stop()
+            self._repeat_validation()
             while self.step < n_steps and not self.progress.is_stopping:
                 number = self.step + 1
                 self._enter_stage(number)
@@ -164,7 +167,7 @@ class Trainer:
                 self.commands.poll()
             self._read_result()
             self._save()
-            is_done = self.run.step >= n_steps
+            is_done = self.run.step >= n_steps and not self.awaits_validation
             self.checkpoints.close()
         self.commands.finish(is_done)
         self._close()
@@ -277,9 +280,10 @@ class Trainer:
         step = self.run.step
         if _is_due(self.config.fault.compare_interval, step):
             self._compare_copies()
-        validation = self._validate() if _is_due(self.config.validation.interval, step) else None
+        is_validated = _is_due(self.config.validation.interval, step)
+        validation = self._validate() if is_validated else None
         is_due = _is_due(self.config.metrics.interval, step) or step in (1, self.config.training.steps)
-        has_news = validation or result.details is not None or self.progress.has_unlogged_incidents
+        has_news = is_validated or result.details is not None or self.progress.has_unlogged_incidents
         if is_due or has_news:
             self._log(result, validation)
         self.console.advance(step)
@@ -360,7 +364,16 @@ class Trainer:
     def _validate(self) -> ValidationResult | None:
         """Validate; returns None if a signal ends it early."""
         with self.watch.during(self.run.step, "validation", Kind.VALIDATION):
-            return self.validation.measure(self.learner, self.run.step, partial(self._vote_to_stop, "validation"))
+            found = self.validation.measure(self.learner, self.run.step, partial(self._vote_to_stop, "validation"))
+        self.awaits_validation = found is None
+        return found
+
+    def _repeat_validation(self) -> None:
+        """Validate the state that this launch begins with, if the launch before was stopped in that."""
+        step = self.run.step
+        is_validated = step > 0 and _is_due(self.config.validation.interval, step)
+        if is_validated and self.records.lacks_validation(step) and (found := self._validate()):
+            self.records.write_validation(step, found)
 
     def _log(self, result: StepResult, validation: ValidationResult | None) -> None:
         step = self.run.step
@@ -369,7 +382,7 @@ class Trainer:
             memory = self.memory()
         details = None if result.details is None else self.details.read(result.details)
         incidents = self.progress.take_incidents()
-        measured = (memory, validation, of_model, self.watch.take_lag(), details, incidents)
+        measured = (memory, validation, of_model, self.watch.take_lag(), details, incidents, self.awaits_validation)
         lr = self._learning_rate(step)
         frozen = self.learner.frozen(step - 1)
         self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.watch.grace.has_begun)

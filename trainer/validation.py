@@ -69,7 +69,7 @@ class Validation:
         if result and learner.average and learner.average.has_begun:
             with learner.averaged():
                 of_average = validate(learner, self._loader, self._token_bytes, is_over)
-            result = replace(result, validation_average_loss=of_average.validation_loss if of_average else None)
+            result = of_average and replace(result, validation_average_loss=of_average.validation_loss)
         # None: what was measured after this step before a spike sent the run back is of other weights.
         self._last = (step, result.validation_loss) if result else None
         return result

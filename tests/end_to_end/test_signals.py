@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from configs.errors import OutageError
 from configs.load import load
-from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, start, status
+from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, launch_here, records, start, status
 from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step
 from trainer.lifecycle import StopRequest, write_status
 from trainer.run import run
@@ -106,6 +106,45 @@ def test_a_signal_that_kills_the_compiler_as_well(tmp_path: Path):
         dist.destroy_process_group()
     assert assert_preempted(folder, by="SIGTERM") == 3
     assert "this host could not compile layers.0" in (folder / "run.log").read_text()
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_a_validation_that_a_stop_ends_is_repeated(tmp_path: Path, step: int):
+    """Also the last one of a run, which is not done before."""
+    data = ["--validation.interval", "10", "--validation.sources", '[{name = "held out", kind = "synthetic"}]']
+    average = ["--average.interval", "1"]
+    assert launch_here(tmp_path / "undisturbed", *data, *average) == 0
+    stop = StopRequest()
+    folder = tmp_path / "run"
+
+    def build(runtime, before_build):
+        trainer = Trainer(runtime, before_build)
+        measure = trainer.validation.measure
+
+        def stopped(learner, at, is_over):
+            if at == step:
+                stop.record(signal.SIGTERM, None)
+            return measure(learner, at, is_over)
+
+        trainer.validation.measure = stopped
+        return trainer
+
+    words = ("--job.output_dir", str(folder), "--metrics.tensorboard", "false", *data, *average)
+    assert run(load(str(TINY), words, 1), stop, build) == 75
+    assert assert_preempted(folder, by="SIGTERM") == step
+    for _ in ("repeats it", "has nothing to do"):
+        assert launch_here(tmp_path, *data, *average) == 0
+    undisturbed = records(tmp_path / "undisturbed" / "run")
+    lines = records(folder)
+    steps = [line for line in lines if "loss" in line]
+    assert [(line["step"], line["loss"]) for line in steps] == [(line["step"], line["loss"]) for line in undisturbed]
+    assert [line["step"] for line in lines if "validation_stopped" in line] == [step]
+    [repeated] = [line for line in lines if "loss" not in line]
+    assert repeated["step"] == step
+    for key in ("validation_loss", "validation_average_loss", "validation_by_source"):
+        found = {line["step"]: line[key] for line in lines if key in line}
+        assert found == {line["step"]: line[key] for line in undisturbed if key in line}
+        assert list(found) == [10, 20]
 
 
 @pytest.mark.parametrize(("is_saved", "code"), [(True, 75), (False, 1)])

@@ -24,7 +24,7 @@ from configs.files import AppendedFile
 from configs.untrusted import printable
 from trainer.guards.outages import Outages
 from trainer.report.bars import Bar, Pace, PlainProgress, live_display
-from trainer.report.metrics import StepMetrics
+from trainer.report.metrics import StepMetrics, ValidationMetrics
 from trainer.report.step_table import STEP_WIDTH, StepTable
 from trainer.report.units import INDENT, WIDTH, duration, size
 
@@ -244,15 +244,20 @@ class Console:
         if header:
             self.line(header, "dim")
         self.line(self._steps.row(metrics))
-        if metrics.validation_loss is not None:
-            whole = (metrics.validation_loss, metrics.validation_perplexity, metrics.validation_bits_per_byte)
-            self.note(f"validation {_losses(*whole)}")
-            if metrics.validation_average_loss is not None:
-                self.note(f"  average of the weights: loss {metrics.validation_average_loss:.4f}")
-            by_source = metrics.validation_by_source or {}
-            for name, own in by_source.items() if len(by_source) > 1 else ():
-                self.note(f"  {name}: {_losses(own['loss'], own['perplexity'], own['bits_per_byte'])}")
+        self.validation(metrics)
         self.advance(metrics.step)
+
+    def validation(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        """Print the losses of a validation; nothing if there was none."""
+        if metrics.validation_loss is None:
+            return
+        whole = (metrics.validation_loss, metrics.validation_perplexity, metrics.validation_bits_per_byte)
+        self.note(f"validation {_losses(*whole)}")
+        if metrics.validation_average_loss is not None:
+            self.note(f"  average of the weights: loss {metrics.validation_average_loss:.4f}")
+        by_source = metrics.validation_by_source or {}
+        for name, own in by_source.items() if len(by_source) > 1 else ():
+            self.note(f"  {name}: {_losses(own['loss'], own['perplexity'], own['bits_per_byte'])}")
 
     def note(self, text: str) -> None:
         """Print a remark between the rows: a checkpoint saved, a validation."""

@@ -6,8 +6,9 @@ such as a spike of the loss, with the key `incidents`. A mixture of experts adds
 step after a window in which the ranks were compared. docs/metrics.md describes every key. Floats are written with
 `repr`, so that reading them back gives the same bits. JSON has no NaN: a non-finite value is null, and the key
 `skipped` says what it was. A resume truncates the file to the step that it resumes from, so that no step appears twice.
-The result of an evaluation is a line of its own (`EvaluationMetrics`), which may come after those of later steps. The
-sinks get each record, too (`sinks/`).
+The result of an evaluation is a line of its own (`EvaluationMetrics`), which may come after those of later steps; so is
+that of a validation that a stop has ended, and the next launch repeated (`ValidationMetrics`). The sinks get each
+record, too (`sinks/`).
 
 Throughput is that of training alone. `TimeLedger` assigns every second of the process to exactly one kind of work;
 tokens per second counts training and waiting for data, but never compilation, validation or checkpoints.
@@ -214,6 +215,8 @@ class StepMetrics:
     """Each source's own `loss`, `perplexity` and `bits_per_byte`, by its name."""
     validation_average_loss: float | None = None
     """The loss of the average of the weights; null if [average] keeps none, or it has not begun."""
+    validation_stopped: bool | None = None
+    """True if a stop ended the validation; the next launch repeats it (`ValidationMetrics`)."""
     tokens_per_expert: dict[int, list[int]] | None = None
     """Tokens of the step's global batch sent to each expert of a mixture, by layer number."""
     load_imbalance: float | None = None
@@ -259,6 +262,24 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
+class ValidationMetrics:
+    """The result of a validation that the launch before was stopped in, as written to `metrics.jsonl`."""
+
+    step: int
+    """Steps of the run before it; the other keys are those of `StepMetrics`."""
+    validation_loss: float
+    validation_perplexity: float
+    validation_bits_per_byte: float | None
+    validation_by_source: dict[str, dict[str, float | None]]
+    validation_average_loss: float | None
+    time: float
+
+    def to_json(self) -> str:
+        """Format as one line of JSON."""
+        return _json({key: value for key, value in asdict(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
 class EvaluationMetrics:
     """The result of an evaluation of a checkpoint, as written to `metrics.jsonl`."""
 
@@ -272,6 +293,10 @@ class EvaluationMetrics:
     def to_json(self) -> str:
         """Format as one line of JSON."""
         return _json(asdict(self))
+
+
+Metrics = StepMetrics | ValidationMetrics | EvaluationMetrics
+"""A line of `metrics.jsonl`."""
 
 
 def _json(record: dict[str, Any]) -> str:
@@ -335,12 +360,12 @@ class MetricsLog:
         self._sinks = sinks or Sinks({}, print)
         self._sinks.open(SinkRun(name, run_folder, config or {}, outages, resumed_step + 1, path, path.stat().st_size))
 
-    def write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None] = lambda: None) -> None:
+    def write(self, metrics: Metrics, afterwards: Callable[[], None] = lambda: None) -> None:
         """Append a record, then call `afterwards`; in a thread, since a disk may be slower than a step."""
         self._wait(timeout=0)
         self._written.append(self._thread.submit(self._write, metrics, afterwards))
 
-    def _write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None]) -> None:
+    def _write(self, metrics: Metrics, afterwards: Callable[[], None]) -> None:
         self._before_writing()
         self._file.write(f"{metrics.to_json()}\n".encode())
         self._outages.flush(self._file)
@@ -398,6 +423,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a `metrics.jsonl`, each with its step; lines that are none are left out."""
     if exists(path):
         yield from filter(None, map(_record, read_lines(path)))
+
+
+def lacks_validation(path: Path, step: int) -> bool:
+    """Whether a stop ended the validation after `step` steps, and no launch since has repeated it."""
+    keys = {key for record in read_records(path) if record["step"] == step for key in record}
+    return "validation_stopped" in keys and "validation_loss" not in keys
 
 
 def read_lines(path: Path) -> Iterator[str]:

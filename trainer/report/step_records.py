@@ -22,7 +22,16 @@ from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
 from trainer.proof.fingerprints import Fingerprints
 from trainer.report.beside_plan import BesidePlan
 from trainer.report.console import Console
-from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
+from trainer.report.metrics import (
+    METRICS_NAME,
+    EvaluationMetrics,
+    Memory,
+    MetricsLog,
+    StepMetrics,
+    TimeLedger,
+    ValidationMetrics,
+    lacks_validation,
+)
 from trainer.report.sinks.choose import choose_sinks
 from trainer.report.sinks.worker import Sinks
 from trainer.report.starving import Starving
@@ -94,6 +103,7 @@ class StepRecords:
         lag: Lag | None,
         details: StepDetails | None,
         incidents: list[dict[str, Any]],
+        awaits_validation: bool,
         writes_status: bool,
     ) -> None:
         """Record the last step of `run`; all ranks call it.
@@ -102,6 +112,7 @@ class StepRecords:
             frozen: names of the parameters that it did not train.
             of_model: returned by `Learner.measure`.
             incidents: those since the last record.
+            awaits_validation: whether a stop ended the step's validation.
             writes_status: whether status.json shall show the step as well.
         """
         training = self.config.training
@@ -124,6 +135,7 @@ class StepRecords:
             **asdict(memory),
             time=now,
             **(vars(validation) if validation else {}),
+            validation_stopped=awaits_validation or None,
             incidents=incidents or None,
             **of_model,
             slowest_rank=lag.rank if lag else None,
@@ -139,6 +151,17 @@ class StepRecords:
             if complaint := self._starving.complaint(metrics.tokens_per_expert):
                 self.console.warning(f"step {run.step}: {complaint}")
             self._log.write(metrics, partial(self._after_metrics, run.step, writes_status))
+
+    def lacks_validation(self, step: int) -> bool:
+        """Whether the launch before was stopped in the validation after `step` steps; all ranks call it."""
+        return on_rank_zero(None, lambda: lacks_validation(self.config.job.folder / METRICS_NAME, step))
+
+    def write_validation(self, step: int, result: ValidationResult) -> None:
+        """Record the validation that the launch before was stopped in; all ranks call it."""
+        metrics = ValidationMetrics(step, **vars(result), time=time.time())
+        self.console.validation(metrics)
+        if self._log:
+            self._log.write(metrics)
 
     def write_evaluation(self, result: EvaluationMetrics) -> None:
         """Record the result of an evaluation; on rank 0."""

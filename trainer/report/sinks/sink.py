@@ -29,8 +29,9 @@ from typing import Any, Protocol
 from trainer.guards.outages import Outages
 
 Record = dict[str, Any]
-"""A line of metrics.jsonl: of a step, or of an evaluation (its key `evaluation`). Keys without a value are left out; a
-number that is not finite is itself, where the file has null."""
+"""A line of metrics.jsonl: of a step, of an evaluation (its key `evaluation`), or of a validation that is repeated
+(`validation_loss` without `loss`). Keys without a value are left out; a number that is not finite is itself, where the
+file has null."""
 
 TAGS = {
     "loss": "train/loss",
