@@ -223,7 +223,7 @@ class Peers:
             first = self.own.rank - int(os.environ["LOCAL_RANK"])
             count = int(os.environ["LOCAL_WORLD_SIZE"])
         here = range(first, first + count)
-        self.beats(rank for rank in here if rank not in self._latest)
+        self.beats(rank for rank in {0, *here} if rank not in self._latest)  # rank 0: see `lost_with_store`
         known = [self._latest[rank] for rank in here if rank in self._latest]
         self._neighbors = {beat.rank: beat for beat in known if self.own.space and beat.space == self.own.space}
 
@@ -243,6 +243,19 @@ class Peers:
                 lost.append(_death(beat))
         self._store_has_no_host = _is_part_of_rank_0() and any(loss.beat.rank == 0 for loss in lost)
         return lost
+
+    def lost_with_store(self, step: int) -> list[Loss]:
+        """Rank 0, whose host has the store, if that is gone: then nothing is heard of any rank.
+
+        Args:
+            step: as for `lost_neighbors`.
+        """
+        known = self._latest.get(0)
+        if known is None or not self.is_alone:
+            return []
+        how = "does not answer: its host's store, by which ranks hear of each other, is gone"
+        beat = replace(known, step=max(known.step, step))
+        return [Loss(beat, f"{how} (it was killed, or its host is down or unreachable)")]
 
     def silent(self, seconds: float, ranks: Iterable[int]) -> list[Loss]:
         """Ranks whose beat has not changed for `seconds`, by this rank's clock, since it was first read.

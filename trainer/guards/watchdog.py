@@ -186,7 +186,7 @@ class Watchdog:
         while not found and time.monotonic() < deadline:
             time.sleep(PERIOD_SECONDS / 10)
             found = self._find()
-        return found or self._late
+        return found or self._late or self.peers.lost_with_store(self._mark[0])
 
     def _find(self) -> list[Loss]:
         """Dead ranks if there are any, otherwise stopped or silent ones, otherwise the first that has failed."""

@@ -177,6 +177,27 @@ def test_all_go_on_from_what_nobody_needs_when_torchrun_and_its_store_are_gone(w
     watchdog.close()
 
 
+def test_rank_0_is_named_when_its_host_is_lost_with_the_store(world, tmp_path, monkeypatch):
+    """As in an elastic run, whose first rank has the store: nobody is left to tell whose beat has stopped."""
+    monkeypatch.setattr("trainer.guards.watchdog.SILENT_SECONDS", -4.0)
+    watchdog = Watchdog(tmp_path, 60.0, print)
+    first = Peers(world, 0, 8, tmp_path / "0")
+    world.set("beat/0", signed("beat/0", json.dumps(vars(first.own) | {"host": "node1", "space": "node1", "pid": 7})))
+    watchdog.peers = Peers(world, 5, 8, tmp_path / "5")
+    watchdog.peers.find_neighbors()
+    error = RuntimeError("gloo: Connection reset by peer")
+    assert watchdog.explain(error) == []
+    watchdog.peers._store = _NoStore()
+    with pytest.raises(RuntimeError, match="Broken pipe"):
+        watchdog.peers.beat(3, "training", 0.0)
+    watchdog.step(3)
+    assert [str(loss) for loss in watchdog.explain(error)] == [
+        "rank 0 on host node1 (process 7) does not answer: its host's store, by which ranks hear of each other, is "
+        "gone (it was killed, or its host is down or unreachable); its last step was 3"
+    ]
+    watchdog.close()
+
+
 def test_without_a_store_that_was_part_of_rank_0_the_others_do_not_take_its_work_for_done(world, tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     watchdog = Watchdog(tmp_path, 0.5, print)
