@@ -19,10 +19,10 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.bucket_storage import FORKED, put_as_saves_do, with_tensors
+from checkpoint.export.output import unfinished_folder
 from checkpoint.find import find_checkpoint, keep_tokenizer, require_run, tokenizer_of
 from checkpoint.manifest import (
     MANIFEST_NAME,
-    UNFINISHED,
     Manifest,
     read_manifest,
     read_trainer_state,
@@ -78,17 +78,14 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     saved = read_trainer_state(checkpoint)
     position = _position(saved, manifest, job)
     inside = f"checkpoints/step-{manifest.step:08d}"
-    with folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder:
-        unfinished = folder.with_name(folder.name + UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
-            if is_url(output):
-                _move_into(unfinished / inside, FORKED)
-            unfinished.rename(folder)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+    with (
+        folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder,
+        unfinished_folder(folder) as unfinished,
+    ):
+        _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
+        if is_url(output):
+            _move_into(unfinished / inside, FORKED)
+        unfinished.rename(folder)
     console.line(f"{output} begins at step {manifest.step} of {run} ({count(manifest.tokens)} tokens)")
     for line in changes or ["nothing of what is learned differs"]:
         console.line(f"  {line}")
@@ -196,7 +193,6 @@ def _write(
     """Write the run folder: its checkpoint, its job file, the tokenizer, and the metrics of the steps before."""
     from checkpoint.fork import fork_checkpoint
 
-    folder.mkdir(parents=True)
     config = job.config.model_dump(mode="json")
     fork_checkpoint(with_tensors(checkpoint), manifest, folder / "checkpoints", config, changes, trainer_state)
     write_atomically(folder / "config.toml", [job.to_toml()])

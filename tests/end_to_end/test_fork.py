@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from checkpoint.export.output import unfinished_folder
 from scripts import data, fork
 from tests.end_to_end.launch import curve, launch, records, tensors
 
@@ -93,6 +94,20 @@ def test_the_command_to_train_it_can_be_pasted(tmp_path, run, capsys):
     assert fork.main([str(run), "--output", str(tmp_path / "my fork")]) == 0
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("to train it: ")
     assert shlex.split(command) == ["keel", "train", str(tmp_path / "my fork/config.toml"), "--ranks", "N"]
+
+
+def test_two_commands_do_not_write_one_fork(tmp_path, run, capsys):
+    """The later one would remove what the earlier one has written, whose fork then has a checkpoint without tensors."""
+    output = tmp_path / "fork"
+    with unfinished_folder(output) as folder:
+        (folder / "first").write_text("1")
+        assert fork.main([str(run), "--output", str(output)]) == 1
+        assert "fork is being written by another command; wait for it" in capsys.readouterr().err
+        assert [path.name for path in folder.iterdir()] == ["first"]
+        folder.rename(output)
+    (tmp_path / "other.tmp" / "left by a killed one").mkdir(parents=True)
+    assert fork.main([str(run), "--output", str(tmp_path / "other")]) == 0
+    assert not (tmp_path / "other" / "left by a killed one").exists()
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path, run, capsys):
