@@ -16,6 +16,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import find_checkpoint, require_run, tokenizer_of
+from checkpoint.lock import ReadLock
 from checkpoint.manifest import read_manifest
 from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
@@ -63,6 +64,7 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     """
     require_run(folder)
     checkpoint = find_checkpoint(folder, step)
+    read_lock = ReadLock(checkpoint)  # a run that trains would remove it meanwhile
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     job = load_for_scoring(folder, read_manifest(checkpoint).step, overrides, ranks)
     import torch.distributed as dist
@@ -80,7 +82,8 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
         configure_nccl(nccl_settings(job.config), os.environ)
     device = start_process_group(kind, job.config.job.timeout_seconds)
     try:
-        found = score(with_tokenizer_of(checkpoint, job), checkpoint, device, console)
+        with read_lock:
+            found = score(with_tokenizer_of(checkpoint, job), checkpoint, device, console)
         on_rank_zero(None, lambda: write_scores(folder, found))
     finally:
         dist.destroy_process_group()

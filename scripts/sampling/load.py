@@ -12,6 +12,7 @@ from torch import nn
 from checkpoint.compare import described, require_same
 from checkpoint.export.model_files import ModelFiles, checkpoint_files, hf_files
 from checkpoint.find import find_model, tokenizer_of
+from checkpoint.lock import ReadLock
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import UserError
 from configs.files import exists, is_file, whole
@@ -51,6 +52,11 @@ def load_trained(source: Path, step: int | None, device: str, dtype: str | None,
         UserError: there is no such checkpoint, or it or its tokenizer can't be read.
     """
     folder = find_model(source, step)
+    with ReadLock(folder):  # a run that trains would remove it meanwhile
+        return _load(folder, device, dtype, tokenizer)
+
+
+def _load(folder: Path, device: str, dtype: str | None, tokenizer: Path | None) -> Trained:
     is_checkpoint = exists(folder / MANIFEST_NAME)
     tokenizer_file = tokenizer or _tokenizer_in(folder)
     files = checkpoint_files(folder) if is_checkpoint else hf_files(folder)

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 from scripts import compare, fork, score
 from scripts.comparison import runs
+from scripts.comparison import score as scripts_score
 from scripts.comparison.score import Scores, read_scores, write_scores
 from tests.a_against_a import EQUAL, gather_text, launch_here, trials_of_the_command
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
@@ -240,6 +242,14 @@ def test_another_micro_batch_scores_the_same_sequences(experiment, tmp_path):
     before = read_scores(run)
     assert score.main([str(run), "--training.micro_batch_size", "4"]) == 0
     assert read_scores(run).digest == before.digest
+
+
+def test_a_checkpoint_that_is_scored_is_kept_meanwhile(experiment, tmp_path, monkeypatch, capsys):
+    _, report, _ = experiment
+    run = shutil.copytree(report["configs"][0]["runs"][0], tmp_path / "run")
+    monkeypatch.setattr(scripts_score, "score", lambda _, checkpoint, *others: FolderStorage().remove(checkpoint))
+    assert score.main([str(run)]) == 1
+    assert "step-00000020 is being read" in capsys.readouterr().err
 
 
 def test_other_sequences_are_scored_again(experiment):

@@ -18,6 +18,7 @@ from checkpoint.reader import Log
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 from scripts.checkpoint import main
+from scripts.sampling import load
 from tests.conftest import ROOT
 from tests.torture.damage import make_manager, process_group, state
 from tests.unit.hf_support import TINY, make_model
@@ -116,4 +117,12 @@ def test_an_export_locks_what_it_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_export, "read_tensor", read_while_another_prunes)
     export_hf(checkpoint, tmp_path / "out", TokenizerFiles())
     assert len(refused) > 10
+    FolderStorage().remove(checkpoint)
+
+
+def test_a_model_that_is_sampled_from_is_kept_while_it_is_loaded(tmp_path, monkeypatch):
+    checkpoint = save_model(tmp_path / "step-00000001", make_model(TINY["tied"]))
+    monkeypatch.setattr(load, "_load", lambda folder, *_: FolderStorage().remove(folder))
+    with pytest.raises(BeingRead, match="step-00000001 is being read"):
+        load.load_trained(checkpoint, None, "cpu", None, None)
     FolderStorage().remove(checkpoint)
