@@ -9,7 +9,11 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-import scripts  # noqa: F401 - Keel's own packages come first
+import scripts  # Keel's own packages come first
+
+if __name__ == "__main__":
+    import scripts.silent_interrupts  # noqa: F401 - until the handlers are installed
+
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import KeelError
 from configs.process import prepare_streams, require_current_folder

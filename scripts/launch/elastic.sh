@@ -51,7 +51,7 @@ CLOSED=
 STOPPED=
 for SIGNAL in TERM INT USR1; do
     # shellcheck disable=SC2064 # the signal's name is filled in now
-    trap "STOPPED=1; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT" "$SIGNAL"
+    trap "STOPPED=1; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT 2>/dev/null" "$SIGNAL"
 done
 
 while [ -z "$STOPPED" ]; do
@@ -78,6 +78,7 @@ while [ -z "$STOPPED" ]; do
         wait "$AGENT"
         CODE=$?
     done
+    AGENT= # its number may become another process's
     kill "$WATCH" 2>/dev/null
     if is_mistake; then
         echo "the job has a mistake, and is not started again" >&2

@@ -23,10 +23,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_hex
 
-from torch.distributed import Store, TCPStore
-
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import scripts.silent_interrupts  # noqa: F401 - a terminal sends Ctrl-C to all processes of elastic.sh
+
+from torch.distributed import Store, TCPStore
 
 from configs.secret import Forged, signed, verified
 

@@ -1,9 +1,11 @@
 """`scripts/launch/elastic.sh` with a real rendezvous store, and a torchrun that ends as the test says."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch.distributed import TCPStore
 from configs.secret import SECRET, Forged, signed
 from scripts.launch.rendezvous import meet, say_ended
 from tests.end_to_end.signals import wait_until
+from tests.preloaded import children
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = r"""#!/bin/bash
@@ -54,7 +57,8 @@ def loop(base: Path, host: str, ends: str, port: int, run: str = "") -> subproce
         "KEEL_PAUSE_SECONDS": "1",
     }
     command = [ROOT / "scripts/launch/elastic.sh", "debug", "--training.steps", "7"]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=env, cwd=ROOT, text=True, start_new_session=True, **pipes)
 
 
 def rounds(base: Path, host: str) -> list[str]:
@@ -180,3 +184,22 @@ def test_a_store_that_is_away_is_waited_for_and_a_stop_ends_the_loop(tmp_path, s
     wait_until(host, lambda: bool(rounds(tmp_path, "a")))
     host.terminate()
     assert host.wait(60) == 75
+
+
+@pytest.mark.slow
+def test_a_terminals_interrupt_while_the_store_is_asked_says_nothing_of_python(tmp_path, store):
+    host = loop(tmp_path, "a", "hangs", store.port)
+
+    def asks() -> bool:
+        pids = [host.pid]
+        for pid in pids:
+            pids += children(pid)
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                    return True
+        return False
+
+    wait_until(host, asks)
+    os.killpg(host.pid, signal.SIGINT)
+    said = host.communicate(timeout=120)[0]
+    assert (host.returncode, "Traceback" in said, rounds(tmp_path, "a")) == (75, False, []), said

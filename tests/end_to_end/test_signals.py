@@ -11,7 +11,7 @@ import torch.distributed as dist
 from configs.errors import OutageError
 from configs.load import load
 from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, launch_here, records, start, status
-from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step
+from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step, wait_until
 from trainer.lifecycle import StopRequest, write_status
 from trainer.run import run
 from trainer.trainer import Trainer
@@ -65,6 +65,16 @@ def test_under_torchrun(tmp_path: Path, target: str):
     step = assert_preempted(tmp_path / "run", by)
     launch(tmp_path, f"--training.steps {step + 2}", ranks=2)
     assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_first_moments_says_nothing_of_python(tmp_path: Path):
+    process = start(tmp_path)
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_until(process, lambda: "pydantic_core" in maps.read_text())
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process)
+    assert (outcome.code in (75, -signal.SIGINT), "Traceback" in outcome.err) == (True, False), outcome
 
 
 @pytest.mark.slow
