@@ -138,7 +138,7 @@ NOTES: dict[str, tuple[str, Unit]] = {
 }
 """What charts of keys with numbers by name say of them, and their unit."""
 _NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank", "tflops"}
-_NOT_DRAWN |= {"plan", "planned_parts"}
+_NOT_DRAWN |= {"plan", "planned_parts", "validation_stopped"}
 """Keys that are in other parts of the page; TFLOP/s are proportional to tokens per second."""
 
 
