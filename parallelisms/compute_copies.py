@@ -26,6 +26,7 @@ from configs.layout import reshard_after_forward
 from configs.plan import plan_of
 from configs.schema import Config
 from parallelisms.sums import sums_of
+from parallelisms.torch_internals import FSDP_ADDS_UP
 
 
 def computes_with_copies(world_size: int, config: Config) -> bool:
@@ -146,6 +147,8 @@ def _copy_of(master: Parameter, dtype: torch.dtype, is_kept: bool) -> Parameter:
     copy = Parameter(master.detach().to(dtype))
     if not is_kept:
         copy.untyped_storage().resize_(0)
+    if not FSDP_ADDS_UP:
+        copy.grad_dtype = None  # a gradient that is computed in a wider type keeps it, as with FSDP
     copy.register_post_accumulate_grad_hook(partial(_hand_over, master, is_kept))
     copy.requires_grad_(master.requires_grad)
     return copy

@@ -182,12 +182,12 @@ def _convert_before_tensor_parallel_sums(group: FSDPParamGroup) -> None:
     Up to torch 2.14 FSDP does either: the first where it keeps gradients of several micro-batches, as it does for a
     pipeline's stages. A group's gradients are of one dtype, so all of them are converted.
     """
-    if _FSDP_ADDS_UP and any(parameter.is_dtensor for parameter in group.fsdp_params):
+    if FSDP_ADDS_UP and any(parameter.is_dtensor for parameter in group.fsdp_params):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed = partial(_accumulate, parameter)  # type: ignore[method-assign]
 
 
-_FSDP_ADDS_UP = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+FSDP_ADDS_UP = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 """Whether FSDP adds up the gradients of several passes. Since torch 2.15 autograd does, in the dtype of the reduction;
 what is summed over tensor-parallel ranks is of that dtype as well."""
 
@@ -208,7 +208,7 @@ def reduce_gradients(model: nn.Module) -> None:
     for module in modules_with_groups(model):
         module.set_requires_gradient_sync(True, recurse=False)
         for group in _param_groups(module):
-            for parameter in group.fsdp_params if _FSDP_ADDS_UP else ():
+            for parameter in group.fsdp_params if FSDP_ADDS_UP else ():
                 _accumulate(parameter)
             group.post_backward()
 
