@@ -1,9 +1,11 @@
 """Signals that reach a running job at a known point."""
 
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WAIT_SECONDS = 300
@@ -21,6 +23,16 @@ def signal_at_import(process: subprocess.Popen, number: int) -> None:
     maps = Path(f"/proc/{process.pid}/maps")
     wait_until(process, lambda: "libtorch" in maps.read_text())
     os.kill(process.pid, number)
+
+
+@contextmanager
+def taking_interrupts() -> Iterator[None]:
+    """Let processes started in this context take SIGINT, which a session of tests in the background ignores."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def wait_until(process: subprocess.Popen, condition: Callable[[], bool]) -> None:

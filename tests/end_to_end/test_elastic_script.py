@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from configs.secret import SECRET, Forged, signed
 from scripts.launch.rendezvous import meet, say_ended
-from tests.end_to_end.signals import wait_until
+from tests.end_to_end.signals import taking_interrupts, wait_until
 from tests.preloaded import children
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +188,8 @@ def test_a_store_that_is_away_is_waited_for_and_a_stop_ends_the_loop(tmp_path, s
 
 @pytest.mark.slow
 def test_a_terminals_interrupt_while_the_store_is_asked_says_nothing_of_python(tmp_path, store):
-    host = loop(tmp_path, "a", "hangs", store.port)
+    with taking_interrupts():
+        host = loop(tmp_path, "a", "hangs", store.port)
 
     def asks() -> bool:
         pids = [host.pid]

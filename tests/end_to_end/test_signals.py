@@ -11,7 +11,7 @@ import torch.distributed as dist
 from configs.errors import OutageError
 from configs.load import load
 from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, launch_here, records, start, status
-from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step, wait_until
+from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step, taking_interrupts, wait_until
 from trainer.lifecycle import StopRequest, write_status
 from trainer.run import run
 from trainer.trainer import Trainer
@@ -69,7 +69,8 @@ def test_under_torchrun(tmp_path: Path, target: str):
 
 @pytest.mark.slow
 def test_an_interrupt_in_the_first_moments_says_nothing_of_python(tmp_path: Path):
-    process = start(tmp_path)
+    with taking_interrupts():
+        process = start(tmp_path)
     maps = Path(f"/proc/{process.pid}/maps")
     wait_until(process, lambda: "pydantic_core" in maps.read_text())
     process.send_signal(signal.SIGINT)
