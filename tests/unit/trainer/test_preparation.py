@@ -55,7 +55,7 @@ def test_sources_of_text_say_what_is_not_read(tmp_path):
 def test_a_tokenizer_that_drops_a_part_of_texts_is_a_warning_where_it_is_used(tmp_path):
     (tmp_path / "a.txt").write_text("some text\n" * 99)
     name = str(tmp_path / "own")
-    texts = {"sentence_iterator": iter(["some text a b c"] * 9), "vocab_size": 12, "minloglevel": 2}
+    texts = {"sentence_iterator": iter(["some text a b c"] * 9), "vocab_size": 11, "minloglevel": 2}
     SentencePieceTrainer.train(**texts, model_prefix=name, bos_id=-1, eos_id=-1)
     source = {"name": "x", "kind": "text", "path": str(tmp_path / "a.txt")}
     parts = {"validation": SimpleNamespace(interval=0), "tokenizer": SimpleNamespace(path=f"{name}.model")}
