@@ -176,6 +176,8 @@ def test_a_config_is_frozen(folder):
 
 
 TEXT = st.text(max_size=12)
+NAMED = TEXT.filter(lambda t: t not in ("", "none"))
+"""Values of keys where "" is a mistake and "none" means that the key is not set."""
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
 SOURCES = st.lists(TEXT, min_size=1, max_size=3, unique=True).map(
     lambda names: [
@@ -185,7 +187,7 @@ SOURCES = st.lists(TEXT, min_size=1, max_size=3, unique=True).map(
 JOBS = st.fixed_dictionaries(
     {
         "job": st.fixed_dictionaries(
-            {"name": TEXT.filter(str.isprintable), "output_dir": TEXT.filter(lambda t: t != "" and "\0" not in t)}
+            {"name": TEXT.filter(str.isprintable), "output_dir": NAMED.filter(lambda t: "\0" not in t)}
         ),
         "model": st.fixed_dictionaries(
             {
@@ -220,7 +222,7 @@ JOBS = st.fixed_dictionaries(
         ),
         "lr_schedule": st.just({"total_steps": 9}),
     },
-    optional={"checkpoint": st.fixed_dictionaries({"load": TEXT | st.integers(0, 10**9)})},
+    optional={"checkpoint": st.fixed_dictionaries({"load": NAMED | st.integers(0, 10**9)})},
 )
 
 
