@@ -738,6 +738,7 @@ _RUN = (
 _MACHINE = (
     "data.cache_gib",
     "data.cache_folder",
+    "model.max_seq_len",  # told to others by exports
     "tokenizer.path",  # the file may move: its content is compared
     "training.steps",
     "training.micro_batch_size",

@@ -194,14 +194,18 @@ def _mscale_of(query_share: float, factor: float) -> float:
 
 
 def longest_sequence(model: Model, seq_len: int) -> int:
-    """The sequence length that a model is made for: its training's, or the one that its RoPE is scaled to."""
-    scaling = model.rope_scaling
-    return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling and scaling.kind != "linear" else 0)
+    """The sequence length that a model is made for, at least its training's."""
+    return max(seq_len, model.max_seq_len or _scaled_length(model.rope_scaling))
+
+
+def _scaled_length(scaling: RopeScaling | None) -> int:
+    """The sequence length that the rotary frequencies are scaled to; 0 if they are not, or to none in particular."""
+    return int(scaling.factor * scaling.original_seq_len) if scaling and scaling.kind != "linear" else 0
 
 
 _OF_NO_EFFECT = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp"),
     *("original_max_position_embeddings", "max_window_layers", "cache_implementation", "output_router_logits"),
     *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"),
     *(
@@ -296,6 +300,7 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
         values |= {key: value for key, value in kind.read(config).items() if value is not None}
     except ValueError as error:
         raise UserError(f"{path}: {error}: not supported") from None
+    values["max_seq_len"] = _seq_len_of(config, path)
     values |= _rope_to_keel(config, path, kind, has_window="window" in values, width=values.get("head_dim"))
     try:
         model = Model.model_validate(_nested(values))
@@ -326,7 +331,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def seq_len_of(config: Mapping[str, Any], path: Path) -> int:
+def _seq_len_of(config: Mapping[str, Any], path: Path) -> int:
     """The sequence length in tokens that the model of the config.json at `path` is made for; default: LlamaConfig's."""
     field = "max_position_embeddings"
     value = config.get(field, 2048)

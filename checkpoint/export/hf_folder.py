@@ -50,8 +50,8 @@ class SourceTensor:
     dtype: torch.dtype
 
 
-def open_folder(source: Path) -> tuple[dict[str, Any], Model, dict[str, SourceTensor]]:
-    """The config.json of a Hugging Face folder, the model that it describes, and the model's tensors."""
+def open_folder(source: Path) -> tuple[Model, dict[str, SourceTensor]]:
+    """The model that a Hugging Face folder's config.json describes, and its tensors."""
     config = read_json(source / CONFIG_NAME)
     model = to_keel(config, source / CONFIG_NAME)
     tensors = {name: tensor for name, tensor in tensors_in(source).items() if not is_left_out(name, config)}
@@ -66,7 +66,7 @@ def open_folder(source: Path) -> tuple[dict[str, Any], Model, dict[str, SourceTe
         {name: described(tensor.shape) for name, tensor in tensors.items()},
         {name: described(shape) for name, shape in tensor_shapes(model).items()},
     )
-    return config, model, tensors
+    return model, tensors
 
 
 def check_count(path: Path, model: AnyModel, n_tensors: int) -> None:

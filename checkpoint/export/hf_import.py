@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import manifest as manifests
-from checkpoint.export import family
-from checkpoint.export.hf_config import checkpoint_shapes, seq_len_of, sources, tensor_shapes, unknown_fields
+from checkpoint.export.hf_config import checkpoint_shapes, sources, tensor_shapes, unknown_fields
 from checkpoint.export.hf_folder import (
     common_dtype,
     dtype_name,
@@ -67,7 +66,7 @@ def import_hf(
     if as_it_is:
         _import_family(source, output, tokenizer, dtype, progress, place)
         return
-    config, model, tensors = open_folder(source)
+    model, tensors = open_folder(source)
     shapes = tensor_shapes(model)
     target = getattr(torch, dtype) if dtype else common_dtype(model, tensors)
     dtypes = dtypes_of(model, target)
@@ -75,7 +74,7 @@ def import_hf(
     names = sources(model)
     to_write = checkpoint_shapes(model).items()
     stream = ((name, count(read_source(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
-    _write_import(source, output, place, tokenizer, model, seq_len_of(config, source / CONFIG_NAME), target, stream)
+    _write_import(source, output, place, tokenizer, model, target, stream)
 
 
 def unread(source: Path) -> list[str]:
@@ -101,7 +100,7 @@ def _import_family(
     target = next(iter(tensors.values())).dtype
     count = Counter(progress, sum(n_bytes(tensor.shape, target) for tensor in tensors.values()))
     stream = ((f"model.{name}", count(tensor)) for name, tensor in tensors.items())
-    _write_import(source, output, place, tokenizer, model, family.seq_len_of(model), target, stream)
+    _write_import(source, output, place, tokenizer, model, target, stream)
 
 
 def _write_import(
@@ -110,7 +109,6 @@ def _write_import(
     place: str,
     tokenizer: Path | None,
     model: AnyModel,
-    seq_len: int,
     target: torch.dtype,
     stream: Iterator[tuple[str, Tensor]],
 ) -> None:
@@ -123,9 +121,9 @@ def _write_import(
             tables["tokenizer"] = {"path": f"{place}/{tokenizer.name}"}
         toml = _toml_heading(source, place) + table_text(tables)
         files[MODEL_TOML] = write_bytes(folder / MODEL_TOML, toml.encode())
-        training = {"dtype": dtype_name(target), "seq_len": seq_len}
+        config = tables | {"training": {"dtype": dtype_name(target)}}
         tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
-        commit(storage, folder, output, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
+        commit(storage, folder, output, _draft(config, tokenizer_hash), files, "{}")
 
 
 def _toml_heading(source: Path, place: str) -> str:

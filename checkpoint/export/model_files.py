@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from checkpoint import manifest as manifests
 from checkpoint.compare import described
 from checkpoint.export import family
-from checkpoint.export.hf_config import checkpoint_shapes, longest_sequence, seq_len_of, sources
+from checkpoint.export.hf_config import checkpoint_shapes, longest_sequence, sources
 from checkpoint.export.hf_folder import (
     check_count,
     common_dtype,
@@ -76,14 +76,14 @@ def hf_files(source: Path) -> ModelFiles:
     """
     if str(read_json(source / CONFIG_NAME).get("model_type")) not in HF_CLASSES:
         return _family_files(source)
-    config, model, tensors = open_folder(source)
+    model, tensors = open_folder(source)
     shapes = checkpoint_shapes(model)
     names = sources(model)
     dtype = common_dtype(model, tensors)
     dtypes = dtypes_of(model, dtype)
     return ModelFiles(
         model,
-        seq_len_of(config, source / CONFIG_NAME),
+        longest_sequence(model, 0),
         dtype,
         {name: described(shape) for name, shape in shapes.items()},
         lambda name: read_source(names[name], shapes[name], tensors, dtypes[name]),

@@ -200,6 +200,9 @@ class LlamaKeys(Table):
     """Every n-th layer sees all earlier tokens all the same (6 in Gemma 3, 4 in OLMo 3); 0: none does."""
     window_rope_theta: Annotated[PositiveFloat | None, only_with("window")] = None
     """rope_theta of the layers with a window, which then have no rope_scaling (Gemma 3); default: as in all layers."""
+    max_seq_len: PositiveInt | None = None
+    """Longest sequence that the model is for, which exports declare; default: training.seq_len, or that of
+    rope_scaling. An export never declares less than training.seq_len."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of the RMS norms."""
     tie_embeddings: bool = False
@@ -338,7 +341,7 @@ def split_sizes(model: LlamaKeys) -> dict[str, int]:
     }
 
 
-_NOT_COMPUTED = {"init_std", "router.auxiliary_loss_weight", "router.bias_update_rate"}
+_NOT_COMPUTED = {"init_std", "max_seq_len", "router.auxiliary_loss_weight", "router.bias_update_rate"}
 """Keys that matter while the model is trained, not for what it computes from given weights."""
 
 

@@ -178,7 +178,10 @@ def test_the_published_config_is_the_job():
     job = load("deepseek_moe_16b").config.model
     assert unknown_fields(PUBLISHED, "config.json") == []
     assert parameter_count(found) == 16_375_728_128
-    assert found == job.model_copy(update={"init_std": 0.02, "router": Router(renormalize=False)})
+    length = PUBLISHED["max_position_embeddings"]
+    assert found == job.model_copy(
+        update={"init_std": 0.02, "router": Router(renormalize=False), "max_seq_len": length}
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel, unknown_fields
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.export.hf_import import import_hf
+from checkpoint.export.model_files import checkpoint_files, hf_files
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
@@ -240,6 +241,18 @@ def load_model_toml(folder):
     return load(str(job)).config.model
 
 
+def test_a_model_keeps_its_longest_sequence(exported, tmp_path):
+    """A model for 64 tokens that is trained further on 8; its rotary scaling is made for 128."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = scaling | {"original_max_position_embeddings": 16}
+    edit_config(exported, max_position_embeddings=64, rope_parameters=..., rope_scaling=rope)
+    import_hf(exported, tmp_path / "import", None)
+    model = load_model_toml(tmp_path / "import")
+    assert checkpoint_files(tmp_path / "import").seq_len == hf_files(exported).seq_len == 64
+    assert to_hf(model, "float32", 8, None, None)["max_position_embeddings"] == 64
+    assert to_hf(model, "float32", 96, None, None)["max_position_embeddings"] == 96
+
+
 def test_qwen3_0_6b_as_it_is_published():
     """The fields of Qwen/Qwen3-0.6B's config.json of April 2025."""
     published = {
@@ -269,7 +282,8 @@ def test_qwen3_0_6b_as_it_is_published():
         "use_sliding_window": False,
         "vocab_size": 151936,
     }
-    assert to_keel(published, "config.json") == load("qwen3_0.6b").config.model
+    job = load("qwen3_0.6b").config.model
+    assert to_keel(published, "config.json") == job.model_copy(update={"max_seq_len": 40960})
     with pytest.raises(UserError, match="use_sliding_window = True is not supported; Keel's Qwen3 has False"):
         to_keel(published | {"use_sliding_window": True}, "config.json")
     with pytest.raises(UserError, match="attention_bias = True"):
@@ -300,6 +314,7 @@ def test_job_files_of_qwen3_are_models_of_transformers(size):
 def test_families_as_they_are_published(file, job, changes):
     """The fields of their config.json files, which tests/published has."""
     published = json.loads((ROOT / f"tests/published/{file}.json").read_text())
+    changes |= {"max_seq_len": published["max_position_embeddings"]}
     assert to_keel(published, "config.json") == load(job).config.model.model_copy(update=changes)
 
 
@@ -432,6 +447,7 @@ positive = st.floats(1e-8, 1e8)
             high_freq_factor=st.floats(1.1, 1e8),
             original_seq_len=sizes,
         ),
+        max_seq_len=st.integers(32, 1 << 20),
     )
 )
 def test_config_there_and_back(model):
