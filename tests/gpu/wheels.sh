@@ -19,4 +19,16 @@ for glibc in 17 24 27 28 31 34; do
 done
 python3 -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version "$version" \
     "${platforms[@]/#/--platform=}" --dest "$folder" "${wanted[@]}"
+python3 - "$folder"/*.whl <<'END' # LZMA in place of deflate: 4.5 MB instead of 6.7; pip reads both
+import os
+import sys
+from zipfile import ZIP_LZMA, ZipFile
+
+for wheel in sys.argv[1:]:
+    smaller = f"{wheel}.part"
+    with ZipFile(wheel) as source, ZipFile(smaller, "w") as target:
+        for member in source.infolist():
+            target.writestr(member, source.read(member), ZIP_LZMA)
+    os.replace(smaller, wheel)
+END
 du -ch "$folder"/*.whl
