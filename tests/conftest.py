@@ -15,8 +15,9 @@ from configs.machine import available_cores, free_memory
 pytest_plugins = ["tests.bucket.server", "tests.cpu_time", "tests.time_budget"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No deadline, since a busy machine is no error. The same examples each time, so that whether a change may land does not
-# depend on luck; `pytest --hypothesis-profile=search` looks for new ones.
+# No deadline, since a busy machine is no error. The same examples each time, apart from those with constants of the
+# source, so that whether a change may land does not depend on luck; `pytest --hypothesis-profile=search` looks for new
+# ones.
 settings.register_profile("keel", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("keel")
