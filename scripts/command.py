@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -236,8 +237,10 @@ def checkpoint_in(source: Path, console: Console) -> Path:
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a command to its end as this process; a reader that closes its pipe, as `head` does, is no error."""
     prepare_streams()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of scripts.silent_interrupts
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = _Stop()
+    signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background
+        signal.signal(signal.SIGINT, stop)
     let_segments_grow(os.environ)  # a benchmark measures the allocator that training has
     code = EXIT_PIPE_CLOSED
     try:
@@ -259,9 +262,31 @@ def end(main: Callable[[], int]) -> NoReturn:
         unwritten = cannot_print(error)
         print(f"error: {unwritten}", file=sys.stderr)
         code = unwritten.exit_code
+    except Exception:
+        if not stop.has_come:
+            raise
+        print("error: stopped", file=sys.stderr)  # in an import, of which a library has made an error of its own
+        code = EXIT_INTERRUPTED
     sys.exit(code)
 
 
+class _Stop:
+    """Handles SIGTERM as Ctrl-C, so that a command's processes and temporary files go with it."""
+
+    has_come = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if not self.has_come:
+            self.has_come = True
+            self._last_ignored = time.monotonic() + _CLEANING_SECONDS
+            raise KeyboardInterrupt
+        if time.monotonic() > self._last_ignored:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_CLEANING_SECONDS = 1.0
+"""How long further signals do not disturb a command that stops, since one may come twice: from a launcher, too."""
 _MOST = 10**15 - 1
 """Beyond all steps, bytes and pieces that there can be."""
 

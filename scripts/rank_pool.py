@@ -96,7 +96,11 @@ class RankPool:
             store = os.path.join(folder, "store")
             for rank, worker in enumerate(workers):
                 worker.connection.send((self.backend, rank, ranks, store, self.timeout_seconds, function, arguments))
-            return self._collect(workers)
+            try:
+                return self._collect(workers)
+            except BaseException:  # also Ctrl-C; a rank that is left may wait for another in a collective
+                self.close(patience_seconds=0)
+                raise
 
     def _collect(self, workers: list[_Worker]) -> list[Any]:
         results: dict[int, Any] = {}
@@ -120,7 +124,6 @@ class RankPool:
                     was_killed = (workers[rank].process.exitcode or 0) < 0
                     error = RankLost if timed_out or was_killed else RuntimeError
                     others = _positions(workers, pending.values()) if timed_out else ""
-                    self.close(patience_seconds=0)
                     raise error(f"{others}rank {rank} of {len(workers)}: {results[rank]}")
         _end(retired, patience_seconds=5)
         self._workers = [worker for worker in self._workers if worker not in retired]
@@ -177,7 +180,10 @@ def _end(workers: list[_Worker], patience_seconds: float) -> None:
 
 
 def _work(connection: Connection, crash: str) -> None:
-    report = open(crash, "w")  # noqa: SIM115
+    try:
+        report = open(crash, "r+")  # noqa: SIM115
+    except FileNotFoundError:  # the pool was closed before this process began
+        return
     faulthandler.enable(report)
     faulthandler.register(signal.SIGUSR1, report)
     torch.set_num_threads(1)

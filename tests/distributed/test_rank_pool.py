@@ -1,5 +1,6 @@
 """A pool's workers, over many cases."""
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -54,6 +55,24 @@ assert handler is signal.SIG_DFL, handler
 
 def test_ctrl_c_ends_a_worker_without_a_traceback():
     subprocess.run([sys.executable, "-c", WORKER], check=True)
+
+
+def test_ctrl_c_ends_busy_ranks_at_once(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank_pool, "wait", interrupted)
+    pool = RankPool(size=1)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(1, time.sleep, 60)
+    assert pool._workers == []
+
+
+def test_a_worker_that_begins_after_its_pools_end_leaves_no_file(tmp_path):
+    here, there = multiprocessing.Pipe()
+    here.close()
+    rank_pool._work(there, str(tmp_path / "crash"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def process_with(n_threads: int) -> int:

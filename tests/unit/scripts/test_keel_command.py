@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from tempfile import TemporaryDirectory
 
 import pytest
 from torch.distributed.run import parse_args
@@ -15,7 +16,7 @@ from torch.distributed.run import parse_args
 import train
 from configs.load import load
 from scripts import checkpoint, keel, plan
-from scripts.command import end
+from scripts.command import end, run_command
 from tests.conftest import ROOT
 from trainer.lifecycle import LAUNCHER
 
@@ -38,16 +39,53 @@ def test_a_word_that_is_no_command_names_the_nearest(capsys):
     assert capsys.readouterr().err == "keel qqq: no such command; keel --help lists all commands\n"
 
 
-def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch):
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture
+def takes_stops():
+    """Ctrl-C is that of a session in the foreground, and handlers are restored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch, takes_stops):
     monkeypatch.delitem(sys.modules, "scripts.silent_interrupts", raising=False)
-    try:
-        import_module("scripts.silent_interrupts")
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        with pytest.raises(SystemExit, match=r"^7$"):
-            end(lambda: signal.getsignal(signal.SIGINT) is signal.default_int_handler and 7)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    import_module("scripts.silent_interrupts")
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    with pytest.raises(SystemExit, match=r"^7$"):
+        end(lambda: signal.getsignal(signal.SIGINT) is not signal.SIG_DFL and 7)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_comes_twice_leaves_no_temporary_files(tmp_path, capsys, takes_stops, number):
+    """A launcher passes on what the terminal, or the cluster, has sent to all processes."""
+
+    def work(_):
+        with TemporaryDirectory(dir=tmp_path):
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit, match=r"^130$"):
+        end(lambda: run_command(work, "stopped; nothing was written"))
+    assert capsys.readouterr().err == "error: stopped; nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_in_an_import_is_no_error_of_the_library(capsys, takes_stops):
+    """SentencePiece, for one, makes an ImportError of it."""
+
+    def main():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+
+    with pytest.raises(SystemExit, match=r"^130$"):
+        end(main)
+    assert capsys.readouterr().err == "error: stopped\n"
 
 
 def test_help_is_a_command_too(monkeypatch, capsys):
