@@ -9,12 +9,16 @@ parameter that differ are named. Exit code 0: equal; 1: not equal, or not possib
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
 _RANK_OF = "KEEL_REPLAY"
 """Environment variable of a replay's ranks: its folder."""
 _TASK = "task.json"
+_NEW_SECONDS = 60.0
+"""A temporary folder that is newer may be one that is not locked yet."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -87,8 +93,8 @@ def replay(
     """
     require_run(run)  # a wrong path costs no import of torch
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="keel-replay-") as temporary:
-            return replay(run, step, console, ranks, words, Path(temporary))
+        with temporary_folder("keel-replay-") as temporary:
+            return replay(run, step, console, ranks, words, temporary)
     if exists(folder) and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; name a new folder with --folder")
     from scripts.proof.replay import judge, plan
@@ -103,6 +109,32 @@ def replay(
     for line in said(planned, verdict):
         console.line(line)
     return verdict.holds
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder that is removed with this context, as are those that killed processes have left, which may be large."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError), _held(left) as is_held:  # it may be another user's
+            if is_held and time.time() - left.stat().st_mtime > _NEW_SECONDS:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Lock a folder; yields False if another process has it, or the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_held = True
+    except OSError:
+        is_held = False
+    try:
+        yield is_held
+    finally:
+        os.close(descriptor)
 
 
 def random_steps(run: Path, n: int, seed: int | None) -> list[int]:

@@ -9,7 +9,6 @@ such as --data.sources.0.path. Exit code 0: equal; 1: not equal, or not possible
 
 import argparse
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +20,7 @@ from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.files import is_file, whole
 from scripts.command import end, not_negative, parsed, parser_of, place_argument, positive, run_command
-from scripts.replay import compute_again, said
+from scripts.replay import compute_again, said, temporary_folder
 from train import end_process
 from trainer.report.console import Console
 
@@ -68,8 +67,8 @@ def write_file(run: Path, file: Path, console: Console, begin: int = 0, steps: S
 
     recorded = [step for step in recorded_steps(run) if step > begin]
     last = max(steps or recorded[:MOST_STEPS], default=begin + 1)
-    with tempfile.TemporaryDirectory(prefix="keel-reproduce-") as folder:
-        kept = write(file, plan(run, last, Path(folder), begin), begin, steps)
+    with temporary_folder("keel-reproduce-") as folder:
+        kept = write(file, plan(run, last, folder, begin), begin, steps)
     numbers = ", ".join(map(str, kept))
     console.line(f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of the steps {numbers}")
 
@@ -100,8 +99,8 @@ def reproduce(
     from scripts.proof.replay import judge
     from scripts.proof.reproduction import read, reasons
 
-    with tempfile.TemporaryDirectory(prefix="keel-reproduce-") as temporary:
-        folder = Path(temporary).resolve()
+    with temporary_folder("keel-reproduce-") as temporary:
+        folder = temporary.resolve()
         planned = read(file, steps).plan(checkpoint, folder)
         begin = planned.checkpoint or "the initial weights"
         compared = ", ".join(map(str, sorted(planned.steps)))

@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import random
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import scripts.replay
 from configs.errors import ConfigError, UserError
 from scripts.proof.replay import plan
-from scripts.replay import compute, random_steps, replay
+from scripts.replay import compute, random_steps, replay, temporary_folder
 from tests.end_to_end.launch import TINY, assert_same_tensors, launch_here, snapshot, tensors
 from trainer.data.loader import MicroBatch
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
@@ -360,3 +362,16 @@ def test_a_replay_that_a_signal_stops_says_so(recorded, monkeypatch, capsys):
         scripts.replay.main([str(recorded), "--step", "3"])
     assert ended.value.code == EXIT_PREEMPTED
     assert capsys.readouterr().err.startswith("error: stopped; the same command")
+
+
+def test_what_a_killed_replay_has_left_is_removed_and_what_others_compute_is_kept(recorded, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder("keel-replay-") as used:
+        left, new = tmp_path / "keel-replay-left", tmp_path / "keel-replay-new"
+        for folder in (left, new):
+            (folder / "run").mkdir(parents=True)
+        for folder in (left, used):
+            os.utime(folder, (0, 0))
+        assert said_by(replay, recorded, 3)[0]
+        assert sorted(tmp_path.iterdir()) == sorted([new, used])
+    assert list(tmp_path.iterdir()) == [new]
