@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = None if step is not None else f"evaluation of {trained.folder}"
         console.line(described(EvaluationMetrics(step or 0, scores, 0.0), name))
         if options.json:
-            write_json(options.json, scores)
+            write_json(options.json, scores, writer=str(os.getpid()))
         run = _run_of(model)
         if run is not None and step is not None:
             write_result(run, step, scores)

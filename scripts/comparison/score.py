@@ -1,6 +1,7 @@
 """The loss of each validation sequence, from a checkpoint and on any mesh; kept in the run's folder as scores.json."""
 
 import json
+import os
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def _digest(config: Config) -> str:
 
 def write_scores(folder: Path, scores: Scores) -> None:
     """Write scores.json of a run folder."""
-    write_atomically(folder / SCORES_NAME, [json.dumps(asdict(scores)) + "\n"])
+    write_atomically(folder / SCORES_NAME, [json.dumps(asdict(scores)) + "\n"], writer=str(os.getpid()))
 
 
 def read_scores(folder: Path) -> Scores | None:

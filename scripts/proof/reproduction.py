@@ -6,6 +6,7 @@ parameters follow from the job, and which rank held what says nothing about anot
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -116,7 +117,7 @@ def write(file: Path, planned: Plan, begin: int, numbers: Sequence[int] | None) 
             f"{len(found.steps)} steps; the most is {MAX_BYTES:,}{': choose fewer --steps' if numbers else ''}"
         )
     try:
-        write_atomically(file, [text])
+        write_atomically(file, [text], writer=str(os.getpid()))
     except OSError as error:
         raise UserError(f"{file}: cannot be written ({error.strerror})") from None
     return [step.step for step in found.steps]

@@ -1,6 +1,7 @@
 """One small file, from which others compute steps of a run again: equal, or what differs is named, and why."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -48,6 +49,24 @@ def data_words(root: Path) -> tuple[str, ...]:
     sources = ", ".join(f'{{name = "{name}", kind = "tokens", path = "{root / name}"}}' for name in ("web", "code"))
     tokenizer = ("--tokenizer.path", str(root / "t.model"), "--model.vocab_size", "276")
     return "--data.sources", f"[{sources}]", *tokenizer
+
+
+def test_two_commands_that_write_one_file_at_once_both_do(recorded, tmp_path, monkeypatch):
+    """Neither takes away what the other has begun."""
+    fsync = os.fsync
+    written = []
+
+    def while_another_writes(descriptor):
+        monkeypatch.setattr(os, "fsync", fsync)
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            written.append(said_by(write_file, recorded / "run", tmp_path / "run.json")[1])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", while_another_writes)
+    written.append(said_by(write_file, recorded / "run", tmp_path / "run.json")[1])
+    assert len(written) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
 @pytest.mark.slow
