@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -52,11 +53,13 @@ def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
     os.environ.setdefault(SECRET, token_hex(32))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent's handlers would kill the ranks
     agent: list[Any] = []
+    too_early: list[int] = []
     passed_on: set[int] = set()
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        if not agent:
-            sys.exit(EXIT_PREEMPTED)
+        if not agent:  # torch is being imported, in which an exception could be lost
+            too_early.append(number)
+            return
         pids = [worker.id for worker in agent[0].get_worker_group().workers if worker.id]
         if not pids:  # the ranks are being started, and would be left alone
             threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number)).start()
@@ -67,21 +70,27 @@ def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
                 os.kill(pid, number)
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal
-    with handling_stops(pass_on):
-        agent.append(_agent(program, words, ranks))
+    with handling_stops(pass_on), TemporaryDirectory(prefix="keel-ranks-") as folder:
+        agent.append(_agent(program, words, ranks, folder))
+        if too_early:
+            return _stopped(too_early[0])
         result = agent[0].run()
     return _exit_code(result.failures, passed_on) if result.is_failed() else EXIT_DONE
 
 
-def _agent(program: str, words: Sequence[str], ranks: int) -> Any:
-    """The agent that torchrun would use on one host, with a rendezvous that nobody else reaches."""
+def _agent(program: str, words: Sequence[str], ranks: int, folder: str) -> Any:
+    """The agent that torchrun would use on one host, with a rendezvous that nobody else reaches.
+
+    The ranks' error files are in `folder`; torch would leave one of its own in the temporary folder.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.run import config_from_args, parse_args
 
     from scripts.one_host import OneHost
 
-    config, command, arguments = config_from_args(parse_args(["--nproc-per-node", str(ranks), program, *words]))
+    options = ["--nproc-per-node", str(ranks), "--log-dir", folder]
+    config, command, arguments = config_from_args(parse_args([*options, program, *words]))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=ranks,
@@ -101,7 +110,14 @@ def _exit_code(failures: dict[int, Any], passed_on: Collection[int]) -> int:
 
     rank, first = ChildFailedError("keel train", failures).get_first_failure()
     if -first.exitcode in passed_on:
-        return EXIT_PREEMPTED
+        return _stopped(-first.exitcode)
     if first.exitcode < 0:
         print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
     return first.exitcode if first.exitcode in (EXIT_PREEMPTED, EXIT_CONFIG) else EXIT_FAILED
+
+
+def _stopped(number: int) -> int:
+    """Say that a signal came before the ranks could say so themselves; returns the exit code."""
+    name = signal.Signals(number).name
+    print(f"error: stopped by {name} before the ranks began; the same command starts them again", file=sys.stderr)
+    return EXIT_PREEMPTED

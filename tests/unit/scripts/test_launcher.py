@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from scripts import launcher
 from scripts.launcher import run_ranks
 from scripts.one_host import OneHost
 
@@ -28,7 +30,7 @@ sys.exit(75)
 """
 )
 
-
+TOO_EARLY = "error: stopped by SIGTERM before the ranks began; the same command starts them again\n"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -92,7 +94,22 @@ def test_ranks_that_are_signalled_before_they_can_save_are_preempted(tmp_path, c
     sender.start()
     assert run(tmp_path, RANK + 'open(f"ready-{rank}", "w").close(); time.sleep(600)') == 75
     sender.join()
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == TOO_EARLY
+
+
+def test_a_signal_while_torch_is_imported_is_not_lost(tmp_path, monkeypatch, capfd):
+    """An exception in an import may be; and no files are left."""
+    make = launcher._agent
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def make_and_signal(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return make(*arguments)
+
+    monkeypatch.setattr(launcher, "_agent", make_and_signal)
+    assert run(tmp_path, WAIT) == 75
+    assert [file.name for file in tmp_path.iterdir()] == ["program.py"]
+    assert capfd.readouterr().err == TOO_EARLY
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
