@@ -51,7 +51,7 @@ CLOSED=
 STOPPED=
 for SIGNAL in TERM INT USR1; do
     # shellcheck disable=SC2064 # the signal's name is filled in now
-    trap "STOPPED=1; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT 2>/dev/null" "$SIGNAL"
+    trap "STOPPED=SIG$SIGNAL; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT 2>/dev/null" "$SIGNAL"
 done
 
 while [ -z "$STOPPED" ]; do
@@ -90,10 +90,12 @@ while [ -z "$STOPPED" ]; do
         store ended # for hosts that were away
         exit 0
     fi
-    [ -n "$STOPPED" ] && exit 75
+    [ -n "$STOPPED" ] && break
     echo "torchrun has ended ($CODE); starting it again" >&2
     pause # meanwhile tee writes the last lines
     CLOSED=
     grep -q RendezvousClosedError "$ERRORS" && CLOSED=$ROUND
 done
+# A stop while lost ranks are replaced finds no rank that could write it into status.json, which says failed.
+python "$(dirname "$0")/state.py" "$FOLDER" "$STOPPED" >/dev/null
 exit 75

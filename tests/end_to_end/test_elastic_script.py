@@ -15,6 +15,7 @@ from configs.secret import SECRET, Forged, signed
 from scripts.launch.rendezvous import meet, say_ended
 from tests.end_to_end.signals import taking_interrupts, wait_until
 from tests.preloaded import children
+from trainer.lifecycle import read_status, write_status
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = r"""#!/bin/bash
@@ -180,10 +181,14 @@ def test_a_store_that_is_away_is_waited_for_and_a_stop_ends_the_loop(tmp_path, s
     away = subprocess.run(asked, capture_output=True, text=True)
     assert away.returncode == 1
     assert away.stderr.startswith("the rendezvous store at 127.0.0.1:1 does not answer"), away.stderr
+    run = tmp_path / "run-a"
+    run.mkdir()
+    write_status(run, "failed", 7, "rank 1 was killed")
     host = loop(tmp_path, "a", "hangs", port)
     wait_until(host, lambda: bool(rounds(tmp_path, "a")))
     host.terminate()
     assert host.wait(60) == 75
+    assert read_status(run)["state"] == "preempted"
 
 
 @pytest.mark.slow

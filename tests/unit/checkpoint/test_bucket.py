@@ -5,6 +5,7 @@ The real server is in tests/bucket; a stub here answers as no real one can be ma
 
 import errno
 import http.server
+import json
 import os
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from configs.places import local_folder, url_fault  # noqa: E402
 from configs.schema import Checkpoint  # noqa: E402
 from scripts import checkpoint as checkpoint_script  # noqa: E402
 from scripts import export_hf  # noqa: E402
+from scripts.launch import state as launch_state  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: E402
     CONFIG,
@@ -112,6 +114,19 @@ def launched(disk, *steps, **settings):
 
 def manifests(objects):
     return sorted(str(path.parent.relative_to(objects / "checkpoints")) for path in objects.rglob(MANIFEST_NAME))
+
+
+def test_a_stop_that_no_rank_was_left_to_write_is_written(objects, tmp_path, monkeypatch, capsys):
+    """Launches as `scripts/launch/elastic.sh` starts them."""
+    launched(tmp_path / "a", 10)
+    status = {"state": "failed", "step": 10, "reason": "rank 1 was killed", "time": 1.5}
+    (objects / "status.json").write_text(json.dumps(status))
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    launch_state.main([URL, "SIGTERM"])
+    found = json.loads((objects / "status.json").read_text())
+    assert (found["state"], found["reason"]) == ("preempted", "SIGTERM, after: rank 1 was killed")
+    assert capsys.readouterr().out.startswith("preempted ")
 
 
 def test_a_disk_that_is_empty_continues_bit_for_bit(objects, tmp_path):

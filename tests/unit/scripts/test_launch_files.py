@@ -22,6 +22,7 @@ from configs.load import load
 from scripts.launch import state
 from scripts.prepare_data import prepare_parser
 from tests.conftest import ROOT
+from trainer.lifecycle import read_status
 
 LAUNCH = ROOT / "scripts" / "launch"
 KEEL = """
@@ -40,6 +41,13 @@ echo "$@" > started
 echo $$ > srun.pid
 if [ -n "${CODE:-}" ]; then [ -n "${STATE:-}" ] && write "$STATE"; exit "$CODE"; fi
 while true; do sleep 0.05; done
+"""
+HOLD_LOCK = """
+import pathlib, sys
+from checkpoint.lock import lock
+lock(pathlib.Path(sys.argv[1]), print)
+print("held", flush=True)
+sys.stdin.read()
 """
 EARLIER = {"state": "preempted", "step": 1, "reason": "", "time": 1.5}
 
@@ -140,6 +148,38 @@ def test_the_state_of_a_run_in_a_folder_and_in_a_bucket(cluster, capsys, monkeyp
     for url in buckets:
         state.main([url])
     assert capsys.readouterr().out.splitlines() == ["none 0", "preempted 1.5", "preempted 1.5", "none 0"]
+
+
+FAILED = {"state": "failed", "step": 7, "reason": "rank 1 was killed", "time": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (FAILED, "SIGTERM, after: rank 1 was killed"),
+        (FAILED | {"state": "running", "reason": "starting"}, "SIGTERM, after: starting"),
+        (FAILED | {"state": "preempted", "reason": "SIGUSR1"}, "SIGUSR1"),
+    ],
+)
+def test_a_stop_that_no_rank_was_left_to_write_is_written(tmp_path, capsys, said, reason):
+    """As when a lost rank was being replaced."""
+    (tmp_path / "status.json").write_text(json.dumps(said))
+    state.main([str(tmp_path), "SIGTERM"])
+    found = read_status(tmp_path)
+    assert (found["state"], found["step"], found["reason"]) == ("preempted", 7, reason)
+    assert capsys.readouterr().out.startswith("preempted ")
+
+
+def test_a_stop_is_left_to_the_launch_that_has_the_run(tmp_path, capsys):
+    """It may be that of other hosts, which go on."""
+    (tmp_path / "status.json").write_text(json.dumps(FAILED))
+    holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, tmp_path], cwd=ROOT, stdin=-1, stdout=-1)
+    assert holder.stdout
+    assert holder.stdout.readline() == b"held\n"
+    state.main([str(tmp_path), "SIGTERM"])
+    holder.communicate()
+    assert read_status(tmp_path) == FAILED
+    assert capsys.readouterr().out == "failed 1.5\n"
 
 
 def test_what_an_earlier_launch_has_said_requeues_nothing(cluster):
