@@ -169,8 +169,11 @@ def superfluous(
     return sorted(losses.keys() - {*newest, *best, *every, *rewind_to})
 
 
-def to_be_pruned(root: Path, settings: Checkpoint) -> list[Path]:
-    """Return the checkpoints in `root` that neither the settings nor a rewind need; never an unreadable one."""
+def to_be_pruned(root: Path, settings: Checkpoint, repeated: Mapping[int, float]) -> list[Path]:
+    """Return the checkpoints in `root` that neither the settings nor a rewind need; never an unreadable one.
+
+    `repeated` has the losses of validations that came after their checkpoint: a stop had ended them before.
+    """
     if settings.keep_last == 0:
         return []
     losses: dict[int, float | None] = {}
@@ -180,7 +183,7 @@ def to_be_pruned(root: Path, settings: Checkpoint) -> list[Path]:
             manifest = manifests.read_manifest(step_folder(root, step))
         except UserError:
             continue
-        losses[step] = manifest.validation_loss
+        losses[step] = repeated.get(step) if manifest.validation_loss is None else manifest.validation_loss
         rewind_interval = manifest.rewind_interval  # the newest one's holds
     steps = superfluous(losses, settings.keep_last, settings.keep_every, settings.keep_best, rewind_interval)
     return [step_folder(root, step) for step in steps]

@@ -137,6 +137,8 @@ class CheckpointManager:
         """The checkpoint that the run continues."""
         self._run_id = ""
         self._last: Origin | None = None
+        self.repeated: Mapping[int, float] = {}
+        """Losses of validations that were repeated after their checkpoint was saved, by step; on rank 0."""
         self.save_seconds: float | None = None
         """Duration of the last save, including background writing."""
         self._times_gone_back = 0
@@ -438,7 +440,7 @@ class CheckpointManager:
         """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
         try:
             self._incarnation.require_current()
-            superfluous = folders.to_be_pruned(self._folder, self._settings)
+            superfluous = folders.to_be_pruned(self._folder, self._settings, self.repeated)
         except OSError as error:
             return [f"can't look for checkpoints to remove: {error}"]
         return [self._removed(checkpoint) for checkpoint in superfluous]

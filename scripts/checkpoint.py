@@ -47,6 +47,7 @@ from scripts.command import (
     run_command,
 )
 from trainer.report.console import Console, Row
+from trainer.report.metrics import METRICS_NAME, repeated_validations
 from trainer.report.units import count, duration, size
 
 
@@ -169,7 +170,7 @@ def _taken(name: str, console: Console) -> Iterator[tuple[Path, FolderStorage]]:
 
 def _prune(options: argparse.Namespace, root: Path, storage: FolderStorage, console: Console) -> int:
     settings = Checkpoint(keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best)
-    doomed = to_be_pruned(root, settings)
+    doomed = to_be_pruned(root, settings, repeated_validations(root.parent / METRICS_NAME))
     if options.abandoned:
         doomed += storage.abandoned(root)
     steps = steps_in(root)

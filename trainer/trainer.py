@@ -113,6 +113,7 @@ class Trainer:
         self.commands = Commands(config, self.console, self.runtime.stop, watchdog, committed, record)
         self.commands.open()
         self.records.open(self.run, self.loader.state_dict())
+        self.checkpoints.repeated = self.records.repeated_validations
         self.saver = Saver(
             config.job.folder,
             self.checkpoints,

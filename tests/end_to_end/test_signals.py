@@ -2,14 +2,17 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from checkpoint.manifest import steps_in
 from configs.errors import OutageError
 from configs.load import load
+from scripts import checkpoint
 from tests.end_to_end.launch import TEXT, TINY, curve, finish, launch, launch_here, records, start, status
 from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step, taking_interrupts, wait_until
 from trainer.lifecycle import StopRequest, write_status
@@ -119,14 +122,8 @@ def test_a_signal_that_kills_the_compiler_as_well(tmp_path: Path):
     assert "this host could not compile layers.0" in (folder / "run.log").read_text()
 
 
-@pytest.mark.parametrize("step", [10, 20])
-def test_a_validation_that_a_stop_ends_is_repeated(tmp_path: Path, step: int):
-    """Also the last one of a run, which is not done before."""
-    data = ["--validation.interval", "10", "--validation.sources", '[{name = "held out", kind = "synthetic"}]']
-    average = ["--average.interval", "1"]
-    assert launch_here(tmp_path / "undisturbed", *data, *average) == 0
-    stop = StopRequest()
-    folder = tmp_path / "run"
+def stopped_in_validation(step: int, stop: StopRequest) -> Callable[..., Trainer]:
+    """What builds a trainer that is stopped in the validation after a step."""
 
     def build(runtime, before_build):
         trainer = Trainer(runtime, before_build)
@@ -140,8 +137,40 @@ def test_a_validation_that_a_stop_ends_is_repeated(tmp_path: Path, step: int):
         trainer.validation.measure = stopped
         return trainer
 
+    return build
+
+
+@pytest.mark.slow
+def test_a_checkpoint_whose_validation_was_repeated_may_be_the_best(tmp_path: Path):
+    """It was saved before, so its manifest has no loss."""
+    data = ["--validation.interval", "4", "--validation.sources", '[{name = "held out", kind = "synthetic"}]']
+    keys = [*data, "--checkpoint.interval", "4", "--checkpoint.keep_last", "1", "--checkpoint.keep_best", "1"]
+    assert launch_here(tmp_path / "undisturbed", *keys) == 0
+    folder = tmp_path / "run"
+    lines = records(tmp_path / "undisturbed" / "run")
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    best = min(losses, key=losses.__getitem__)
+    assert steps_in(tmp_path / "undisturbed" / "run" / "checkpoints") == [best, 20]
+    stop = StopRequest()
+    words = ("--job.output_dir", str(folder), "--metrics.tensorboard", "false", *keys)
+    assert run(load(str(TINY), words, 1), stop, stopped_in_validation(best, stop)) == 75
+    assert launch_here(tmp_path, *keys, "--training.steps", "16") == 0
+    assert launch_here(tmp_path, *keys) == 0
+    assert steps_in(folder / "checkpoints") == [best, 20]
+    assert checkpoint.main(["prune", str(folder), "--keep-last", "1", "--keep-best", "1"]) == 0
+    assert steps_in(folder / "checkpoints") == [best, 20]
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_a_validation_that_a_stop_ends_is_repeated(tmp_path: Path, step: int):
+    """Also the last one of a run, which is not done before."""
+    data = ["--validation.interval", "10", "--validation.sources", '[{name = "held out", kind = "synthetic"}]']
+    average = ["--average.interval", "1"]
+    assert launch_here(tmp_path / "undisturbed", *data, *average) == 0
+    stop = StopRequest()
+    folder = tmp_path / "run"
     words = ("--job.output_dir", str(folder), "--metrics.tensorboard", "false", *data, *average)
-    assert run(load(str(TINY), words, 1), stop, build) == 75
+    assert run(load(str(TINY), words, 1), stop, stopped_in_validation(step, stop)) == 75
     assert assert_preempted(folder, by="SIGTERM") == step
     for _ in ("repeats it", "has nothing to do"):
         assert launch_here(tmp_path, *data, *average) == 0

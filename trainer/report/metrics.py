@@ -431,6 +431,12 @@ def lacks_validation(path: Path, step: int) -> bool:
     return "validation_stopped" in keys and "validation_loss" not in keys
 
 
+def repeated_validations(path: Path) -> dict[int, float]:
+    """The losses of validations that have a record of their own, by step: the checkpoints were saved before."""
+    validations = (record for record in read_records(path) if "loss" not in record and record.get("validation_loss"))
+    return {record["step"]: record["validation_loss"] for record in validations}
+
+
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a file with their line ends; a very long one, which is not a record, comes in parts.
 

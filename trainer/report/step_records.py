@@ -1,5 +1,6 @@
 """What a user sees of each step: a line on the console, one in metrics.jsonl, curves, and the step in status.json."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ from trainer.report.metrics import (
     TimeLedger,
     ValidationMetrics,
     lacks_validation,
+    repeated_validations,
 )
 from trainer.report.sinks.choose import choose_sinks
 from trainer.report.sinks.worker import Sinks
@@ -57,6 +59,8 @@ class StepRecords:
     """Written with the other records."""
     incarnation: Incarnation | None
     """That of an elastic run; nothing is written once there is a newer one."""
+    repeated_validations: dict[int, float] = field(default_factory=dict)
+    """Those of `repeated_validations`, on rank 0."""
     _log: MetricsLog | None = None
     _starving: Starving = field(default_factory=Starving)
 
@@ -86,6 +90,7 @@ class StepRecords:
             self._log = insist(
                 lambda: MetricsLog(folder, self.console.outages, step, sinks, *run, before_writing=check)
             )
+            self.repeated_validations.update(repeated_validations(folder / METRICS_NAME))
         except OSError as error:
             raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from None
         if self._log.unreadable_lines:
@@ -158,6 +163,8 @@ class StepRecords:
 
     def write_validation(self, step: int, result: ValidationResult) -> None:
         """Record the validation that the launch before was stopped in; all ranks call it."""
+        if math.isfinite(result.validation_loss):
+            self.repeated_validations[step] = result.validation_loss
         metrics = ValidationMetrics(step, **vars(result), time=time.time())
         self.console.validation(metrics)
         if self._log:
