@@ -7,6 +7,7 @@ adds them itself.
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import find_model
-from checkpoint.manifest import MANIFEST_NAME, read_manifest
+from checkpoint.lock import FolderInUse, ReadLock, lock
+from checkpoint.manifest import MANIFEST_NAME, read_manifest, seal_of
 from configs.errors import UserError
 from configs.files import exists, is_file, write_json
 from configs.load import load
@@ -29,7 +31,10 @@ from scripts.command import (
     require_places,
     run_command,
 )
+from trainer.lifecycle import read_status
 from trainer.report.console import Console
+
+_POLL_SECONDS = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,31 +46,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's and transformers' bars
         model = find_model(options.model, options.step)  # a wrong path costs no import of torch
         check_computing_arguments(options)
-        from scripts.evaluation.tasks import Tasks, evaluate, find_tasks
-
-        names = options.tasks.split(",")
-        tasks = Tasks(names, options.task_folder, options.examples, options.num_fewshot, options.batch_size)
-        find_tasks(tasks)  # before minutes go into reading the model
-        from scripts.sampling.load import load_trained
-        from trainer.report.evaluations import described, write_result
-        from trainer.report.metrics import EvaluationMetrics
-
-        trained = load_trained(model, None, options.device, options.dtype, options.tokenizer)
-        console.line(f"{trained.folder}: {', '.join(names)}")
-        scores = evaluate(trained, tasks)
-        step = read_manifest(model).step if exists(model / MANIFEST_NAME) else None
-        name = None if step is not None else f"evaluation of {trained.folder}"
-        console.line(described(EvaluationMetrics(step or 0, scores, 0.0), name))
-        if options.json:
-            write_json(options.json, scores, writer=str(os.getpid()))
-        run = _run_of(model)
-        if run is not None and step is not None:
-            write_result(run, step, scores)
-            _record(run, console)
-        else:
-            console.line(f"written to {options.json}" if options.json else "recorded nowhere; --json FILE writes it")
+        with ReadLock(model):  # a run that trains would remove it meanwhile
+            _evaluate(model, options, console)
 
     return run_command(work, "stopped")
+
+
+def _evaluate(model: Path, options: argparse.Namespace, console: Console) -> None:
+    from scripts.evaluation.tasks import Tasks, evaluate, find_tasks
+
+    names = options.tasks.split(",")
+    tasks = Tasks(names, options.task_folder, options.examples, options.num_fewshot, options.batch_size)
+    find_tasks(tasks)  # before minutes go into reading the model
+    from scripts.sampling.load import load_trained
+    from trainer.report.evaluations import described, write_result
+    from trainer.report.metrics import EvaluationMetrics
+
+    seal = _seal_at(model)
+    step = None if seal is None else read_manifest(model).step
+    trained = load_trained(model, None, options.device, options.dtype, options.tokenizer)
+    console.line(f"{trained.folder}: {', '.join(names)}")
+    scores = evaluate(trained, tasks)
+    name = None if step is not None else f"evaluation of {trained.folder}"
+    console.line(described(EvaluationMetrics(step or 0, scores, 0.0), name))
+    if options.json:
+        write_json(options.json, scores, writer=str(os.getpid()))
+    run = _run_of(model)
+    if run is None or step is None:
+        console.line(f"written to {options.json}" if options.json else "recorded nowhere; --json FILE writes it")
+    elif _seal_at(model) != seal:
+        raise UserError(f"the result is not recorded: meanwhile {run} has gone back, and {model} is no longer its own")
+    else:
+        write_result(run, step, scores)
+        _record(run, console)
+
+
+def _seal_at(model: Path) -> str | None:
+    """The seal of a checkpoint; None if there is none, as of a Hugging Face folder."""
+    return seal_of(model) if exists(model / MANIFEST_NAME) else None
 
 
 def _run_of(checkpoint: Path) -> Path | None:
@@ -76,7 +94,6 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 def _record(run: Path, console: Console) -> None:
     """Add the results that are not recorded yet to metrics.jsonl and the curves, unless the run itself will."""
-    from checkpoint.lock import FolderInUse, lock
     from trainer.report.evaluations import recorded, unrecorded
     from trainer.report.metrics import METRICS_NAME, MetricsLog, last_step
     from trainer.report.sinks.choose import choose_sinks
@@ -85,7 +102,7 @@ def _record(run: Path, console: Console) -> None:
     config = load(str(run / "config.toml"), is_stored=True).config
     path = run / METRICS_NAME
     try:
-        lock(run, console.warning)
+        _lock(run, console)
         sinks = Sinks(choose_sinks(config.metrics, run, with_own=False), console.warning)
         path.touch()
         resolved = config.model_dump(mode="json")
@@ -101,6 +118,17 @@ def _record(run: Path, console: Console) -> None:
     console.line(f"recorded in {path}")
     if config.metrics.sink:
         console.line(f"metrics.sink {config.metrics.sink} is not told: Keel runs no code that a run folder names")
+
+
+def _lock(run: Path, console: Console) -> None:
+    """Lock the run's folder, for which another evaluation may have to be waited; raises as `lock`."""
+    while True:
+        try:
+            return lock(run, console.warning)
+        except FolderInUse:
+            if read_status(run).get("state") == "running":
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 def _parser() -> argparse.ArgumentParser:

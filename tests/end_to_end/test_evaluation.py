@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint.export.hf_export import export_hf
+from checkpoint.folder import set_aside
+from checkpoint.lock import BeingRead
 from checkpoint.manifest import steps_in
+from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 from scripts import evaluate as script
 from scripts.evaluation.tasks import Tasks, evaluate, find_tasks
@@ -20,6 +24,7 @@ from scripts.sampling.load import load_trained
 from tests.end_to_end.launch import ROOT, launch_here, records
 from tests.evaluation_tasks import TASKS, write_tasks
 from trainer.data.tokenizer import train_sentencepiece
+from trainer.lifecycle import write_status
 
 pytestmark = [
     pytest.mark.slow,
@@ -122,11 +127,8 @@ def test_the_command_adds_results_to_the_record_and_the_curves(trained: Path, tm
 def test_a_run_that_trains_records_what_others_have_evaluated(trained: Path, tmp_path: Path, capsys):
     """While a run has its folder, the command leaves the result to it."""
     run = shutil.copytree(trained / "run", tmp_path / "run")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD_LOCK, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
+    write_status(run, "running", 8)
+    holder = holding(run)
     before = (run / "metrics.jsonl").read_bytes()
     chosen = ["--tasks", "local_choice", "--task-folder", str(trained / "tasks"), "--examples", "2", "--device", "cpu"]
     assert script.main([str(run), *chosen]) == 0
@@ -138,6 +140,55 @@ def test_a_run_that_trains_records_what_others_have_evaluated(trained: Path, tmp
         assert evaluations(run) == [(8, {"local_choice"})]
 
 
+def holding(run: Path) -> "subprocess.Popen[bytes]":
+    """A process that has locked a run's folder, until its standard input is closed."""
+    command = [sys.executable, "-c", HOLD_LOCK, str(run)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    return holder
+
+
+def test_an_evaluation_waits_for_another_that_records_its_own_result(trained: Path, tmp_path: Path, monkeypatch):
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    other = holding(run)
+    assert other.stdin is not None
+    end = threading.Timer(1, other.stdin.close)
+
+    def evaluated(*_):
+        end.start()
+        return {"local_choice": {"acc": 0.5}}
+
+    monkeypatch.setattr("scripts.evaluation.tasks.evaluate", evaluated)
+    assert script.main([str(run), *CHOSEN, str(trained / "tasks")]) == 0
+    end.join()
+    other.wait()
+    assert evaluations(run) == [(8, {"local_choice"})]
+
+
+def test_what_is_evaluated_is_not_removed_meanwhile(trained: Path, tmp_path: Path, monkeypatch, capsys):
+    """And a result of a checkpoint that the run has left, going back, is not recorded for the one that follows it."""
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    checkpoint = run / "checkpoints/step-00000008"
+
+    def removing(*_):
+        with pytest.raises(BeingRead):
+            FolderStorage().remove(checkpoint)
+        return {"local_choice": {"acc": 0.5}}
+
+    def going_back(*_):
+        set_aside(checkpoint.parent, 4)
+        shutil.copytree(checkpoint.with_name("step-00000004"), checkpoint)
+        return {"local_choice": {"acc": 0.25}}
+
+    for evaluates, code in ((removing, 0), (going_back, 1)):
+        monkeypatch.setattr("scripts.evaluation.tasks.evaluate", evaluates)
+        assert script.main([str(run), *CHOSEN, str(trained / "tasks")]) == code
+    assert evaluations(run) == [(8, {"local_choice"})]
+    assert "error: the result is not recorded: meanwhile " in capsys.readouterr().err
+
+
+CHOSEN = ("--tasks", "local_choice", "--device", "cpu", "--task-folder")
 HOLD_LOCK = """
 import pathlib, sys
 from checkpoint.lock import lock

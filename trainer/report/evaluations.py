@@ -4,6 +4,7 @@ Every evaluation leaves a file. Whoever has the run's folder (the run itself whi
 records those that metrics.jsonl lacks. So a result is recorded once, whatever dies in between.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,10 +48,15 @@ def unrecorded(run_folder: Path, known: set[tuple[int, float]]) -> Iterator[Eval
 def _read(path: Path, step: int) -> EvaluationMetrics | None:
     try:
         said = parse_json(read_file(path, MAX_JSON_BYTES))["evaluation"].items()
-        scores = {task: {name: float(value) for name, value in each.items()} for task, each in said}
+        scores = {task: {name: _number(value) for name, value in each.items()} for task, each in said}
         return EvaluationMetrics(step, scores, float(path.stem))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _number(value: float | None) -> float:
+    """A score, of which JSON has null if it is not finite, as those of a model that has diverged."""
+    return math.nan if value is None else float(value)
 
 
 def recorded(run_folder: Path) -> set[tuple[int, float]]:

@@ -1,6 +1,7 @@
 """The sinks of a run's records: none ends or slows a run, and each has every step once, whatever happens."""
 
 import json
+import math
 import os
 import signal
 import struct
@@ -204,6 +205,17 @@ def test_results_of_evaluations_are_recorded_once_and_others_left_out(tmp_path):
             log.write(result)
         log.close()
         assert [(line["step"], line["evaluation"]) for line in lines(tmp_path)] == [(20, {"arc": {"acc": 0.25}})]
+
+
+def test_a_score_that_is_not_finite_loses_no_other_score(tmp_path):
+    """As the perplexity of a model that has diverged."""
+    write_result(tmp_path, 20, {"text": {"acc": 0.25, "byte_perplexity": math.inf}})
+    log = open_log(tmp_path, Kept, resumed_step=20)
+    for result in unrecorded(tmp_path, recorded(tmp_path)):
+        log.write(result)
+    log.close()
+    [line] = lines(tmp_path)
+    assert line["evaluation"] == {"text": {"acc": 0.25, "byte_perplexity": None}}
 
 
 # --------------------------------------------------------------------------- what [metrics] asks for
