@@ -69,6 +69,10 @@ class KeelLM(TemplateLM):
         begin = [bos] if bos is not None and add_special_tokens is not False else []
         return [*begin, *self._trained.tokenizer.encode(string)]
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The same as lm-eval's, without a bar that TQDM_DISABLE leaves."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def _loglikelihood_tokens(self, requests: Sequence[_Request], **_: Any) -> list[tuple[float, bool]]:
         """The log-likelihood of each request's continuation, and whether it is the most likely one."""
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))

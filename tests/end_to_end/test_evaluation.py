@@ -107,8 +107,9 @@ def test_the_command_adds_results_to_the_record_and_the_curves(trained: Path, tm
     chosen = ["--tasks", "local_choice", "--task-folder", str(trained / "tasks"), "--examples", "5", "--device", "cpu"]
     assert script.main([str(run), "--step", "8", *chosen]) == 0
     assert script.main([str(run / "checkpoints/step-00000004"), *chosen]) == 0
-    said = capsys.readouterr().out
-    assert "evaluation of step 4: local_choice acc 0." in said
+    said = capsys.readouterr()
+    assert "evaluation of step 4: local_choice acc 0." in said.out
+    assert "Tokenizing" not in said.err
     assert (run / "metrics.jsonl").read_text().splitlines()[: len(before)] == before
     assert evaluations(run) == [(8, {"local_choice"}), (4, {"local_choice"})]
     (score,) = {r["evaluation"]["local_choice"]["acc"] for r in records(run) if "evaluation" in r and r["step"] == 8}
