@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.layout import MeshSizes
 from configs.secret import signed, verified
+from parallelisms.nccl import KNOWN_BACKEND, configure_nccl
 from parallelisms.torch_internals import (
     forget_process_groups,
     process_groups,
@@ -140,6 +141,7 @@ def start_process_group(
     timeout = timedelta(seconds=timeout_seconds)
     device = torch.device(device_type)
     if device_type == "cuda":
+        configure_nccl(KNOWN_BACKEND, os.environ)
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         settle_segments(warn)

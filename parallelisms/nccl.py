@@ -23,13 +23,17 @@ KERNELS_IN_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 _MENDED_ON_ARM = (2, 29, 3)
 """The first whose queue of network operations keeps its places when a compare-and-swap fails without a reason, as
 ARM's may: with 2.28.9, 128 GB200 hung within 350 steps (NCCL's release notes; marin-community/marin, pull 8038)."""
+KNOWN_BACKEND = {"TORCH_DIST_USE_NCCL2": "0"}
+"""Keeps torch's backend "nccl" as it was until 2.14. Its successor in 2.15 (pytorch/pytorch#192281, which names this
+way back) can't abort all communicators in one call, without which a rank that fails doesn't end the others, leaves no
+trace of the last collectives where `torchfrtrace` looks for it, and gives every group a communicator, used or not."""
 TRACE = "nccl_trace_rank_"
 """The name of a rank's dump of torch's flight recorder, without the rank; `torchfrtrace FOLDER` expects it."""
 
 
 def nccl_settings(config: Config) -> dict[str, str]:
     """What Keel sets unless the environment does."""
-    settings = {
+    settings = KNOWN_BACKEND | {
         # When a collective times out, torch writes the last ones of each rank to where Keel's reports of hangs are.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(config.job.folder.absolute() / "hangs" / TRACE),
@@ -47,7 +51,7 @@ def configure_nccl(settings: Mapping[str, str], environ: MutableMapping[str, str
 def nccl_variables(config: Config, environ: Mapping[str, str]) -> str:
     """Every variable that NCCL and torch's use of it read, one a line, with which are not Keel's."""
     ours = nccl_settings(config)
-    names = sorted(name for name in environ if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_")))
+    names = sorted(name for name in environ if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_", *KNOWN_BACKEND)))
     return "\n".join(
         f"{name} = {environ[name]}{'' if ours.get(name) == environ[name] else ' (from the environment)'}"
         for name in names

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from parallelisms.nccl import KNOWN_BACKEND
 from tests.null_gpu.device import Unavailable, environment
 
 RANKS = 4
@@ -39,7 +40,7 @@ def _pool(null_gpus: dict[str, str], size: int) -> Iterator[Callable]:
     def run(ranks: int, function: Callable, *arguments: Any) -> list[Any]:
         # A process takes the device when it starts: workers that start now have it, this process has not.
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in null_gpus.items():
+            for name, value in (KNOWN_BACKEND | null_gpus).items():
                 patch.setenv(name, value)
             return pool.run(ranks, function, *arguments)
 

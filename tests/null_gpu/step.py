@@ -252,10 +252,12 @@ def join(ranks: int) -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # it registers the backend "fake"
 
     from parallelisms.mesh import start_process_group
+    from parallelisms.nccl import KNOWN_BACKEND, configure_nccl
 
     if "RANK" in os.environ:
         start_process_group("cuda", timeout_seconds=120)
         return
+    configure_nccl(KNOWN_BACKEND, os.environ)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=ranks)
 

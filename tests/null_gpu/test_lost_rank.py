@@ -94,5 +94,6 @@ def test_a_rank_that_fails_ends_the_others_in_seconds(null_gpus, tmp_path):
     for rank in range(2):
         trace = pickle.loads((folder / f"nccl_trace_rank_{rank}").read_bytes())
         assert any("all_gather" in entry["profiling_name"] for entry in trace["entries"])
+    assert "TORCH_DIST_USE_NCCL2 = 0\n" in said
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT = 1" in said
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING = 0 (from the environment)" in said

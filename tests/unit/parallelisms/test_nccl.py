@@ -11,6 +11,7 @@ import trainer.run as run_module
 from configs.load import load
 from parallelisms import nccl
 from parallelisms.nccl import (
+    KNOWN_BACKEND,
     configure_nccl,
     known_faults,
     nccl_settings,
@@ -29,7 +30,7 @@ def job(*words: str):
 
 def test_dumps_go_where_the_reports_of_hangs_are(tmp_path: Path):
     settings = nccl_settings(job("--job.output_dir", str(tmp_path)))
-    assert settings == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", DUMP: f"{tmp_path}/hangs/nccl_trace_rank_"}
+    assert settings == KNOWN_BACKEND | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", DUMP: f"{tmp_path}/hangs/nccl_trace_rank_"}
 
 
 def test_kernels_are_ordered_where_queues_of_gathers_run_side_by_side():
@@ -48,6 +49,7 @@ def test_what_the_environment_sets_is_left_and_announced():
     assert nccl_variables(config, found).splitlines() == [
         "NCCL_DEBUG = INFO (from the environment)",
         f"{ORDER} = 0 (from the environment)",
+        "TORCH_DIST_USE_NCCL2 = 0",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE = /traces/rank_ (from the environment)",
         "TORCH_NCCL_DUMP_ON_TIMEOUT = 1",
     ]
