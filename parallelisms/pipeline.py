@@ -12,6 +12,7 @@ Gradients are reduced over the data-parallel ranks once per step: the stages kee
 gradients unsharded until the last micro-batch is through.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -103,6 +104,8 @@ class Pipeline:
                 f'pipeline.schedule = "zero_bubble_v" needs torch 2.13 or later, and this is {torch.__version__}; '
                 'install that, or set pipeline.schedule = "interleaved_1f1b"'
             )
+        # Since torch 2.15 a stage advises the backend "nccl-lazy", whatever "nccl" is; KNOWN_BACKEND is as lazy.
+        logging.getLogger("torch.distributed.pipelining._p2p").setLevel(logging.ERROR)
         self._modules = stages
         self._mesh = mesh
         self._before = before if len(stages) > 1 else ()

@@ -1,6 +1,8 @@
 """A pipeline against one process, in what the parity table does not hold: documents, validation, skips, memory."""
 
+import logging
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,6 +62,26 @@ def test_documents_and_validation(ranks, schedule):
     for _, (loss_sum, tokens, _) in found:
         assert loss_sum.item() == pytest.approx(evaluated[0].item(), rel=1e-12)
         assert tokens == evaluated[1]
+
+
+def objects_and_advice() -> tuple[int, list[str]]:
+    """How many objects a rank exchanges in its first step, and what torch advises of a backend named NCCL."""
+    advice: list[str] = []
+    log = logging.Handler(logging.WARNING)
+    log.emit = lambda record: advice.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch.distributed.pipelining._p2p")  # torch's logs do not reach the root
+    logger.addHandler(log)
+    with patch.object(dist, "get_backend", lambda *_: "nccl"):
+        learner = build("--mesh.pp", "2")
+    with patch.object(dist, "send_object_list") as sent, patch.object(dist, "recv_object_list") as received:
+        learner.step(micro_batches(0), 1e-3).result()
+    logger.removeHandler(log)
+    return sent.call_count + received.call_count, advice
+
+
+def test_stages_know_what_they_exchange(ranks):
+    """On a GPU the host would wait for objects. Torch 2.15 says of every NCCL what holds for its new one."""
+    assert ranks(2, objects_and_advice) == [(0, [])] * 2
 
 
 def tied(*overrides: str) -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -59,12 +59,14 @@ def measure(
 
     from parallelisms.mesh import groups_of_axes
     from tests.null_gpu.even_routing import route_evenly
+    from tests.null_gpu.known_shapes import know_shapes
     from tests.null_gpu.work import counting
     from trainer.data.loader import MicroBatch
     from trainer.guards.verdict import QueuedStep
 
     job = load_job(config, overrides, dist.get_world_size())
     route_evenly()
+    know_shapes()
     left = _clean()
     learner, loader = build(job)
     counters, last = Counters(), None
