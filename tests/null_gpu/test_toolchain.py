@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 from configs.errors import ConfigError
 from configs.load import load
+from tests.null_gpu.test_axes import step
 from trainer.optimizers.adamw import require_kernel
 
 
@@ -23,13 +25,13 @@ def said_of_a_host(compiler: str, cache: str, words: tuple[str, ...]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("words", "place"),
-    [
-        ((), "configs/llama_8b.toml"),
-        (("--compile.enable", "false", "--optimizer.kernel", "auto"), "--optimizer.kernel"),
-    ],
-)
+KERNELS = [
+    ((), "configs/llama_8b.toml"),
+    (("--compile.enable", "false", "--optimizer.kernel", "auto"), "--optimizer.kernel"),
+]
+
+
+@pytest.mark.parametrize(("words", "place"), KERNELS)
 def test_a_host_that_builds_no_kernel_ends_the_run_before_weights_are_drawn(fresh_null_rank, tmp_path, words, place):
     (said,) = fresh_null_rank(1, said_of_a_host, "/bin/false", str(tmp_path), words)
     assert said.startswith(place)
@@ -37,7 +39,25 @@ def test_a_host_that_builds_no_kernel_ends_the_run_before_weights_are_drawn(fres
     assert said.endswith('set compile.enable = false and optimizer.kernel = "torch"')
     own = ("--compile.enable", "false", "--optimizer.kernel", "torch")
     assert fresh_null_rank(1, said_of_a_host, "/bin/false", str(tmp_path), own) == [""]
-    assert fresh_null_rank(1, said_of_a_host, "gcc", str(tmp_path / "new"), words) == [""]
+
+
+@pytest.mark.parametrize("words", [words for words, _ in KERNELS])
+def test_a_host_that_builds_them_says_nothing(fresh_null_rank, tmp_path, words):
+    assert fresh_null_rank(1, said_of_a_host, "gcc", str(tmp_path), words) == [""]
+
+
+def said_in_a_step(words: str) -> list[str]:
+    """On a rank: what Triton warns of while Keel's kernels are compiled and launched."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(words)
+    return [str(warning.message) for warning in caught if "triton" in str(warning.message).lower()]
+
+
+def test_triton_has_nothing_to_say_of_the_kernels(fresh_null_rank, monkeypatch, tmp_path):
+    """Since 3.9 it warns of a kernel that leaves to it whether products and sums are fused."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert fresh_null_rank(1, said_in_a_step, "--compile.enable false --optimizer.qk_clip 100") == [[]]
 
 
 ASK = """

@@ -288,7 +288,7 @@ class Group:
         levels = max((each.key.part.levels for each in tensors if each.key), default=1)
         addresses = (address for row in self._rows for address in row[: _STEP.value])
         n = len(self._rows)
-        count_updates[(1,)](self._table, skip, n, N=triton.next_power_of_2(n))
+        count_updates[(1,)](self._table, skip, n, N=triton.next_power_of_2(n), enable_fp_fusion=False)
         settings: dict[str, Any] = {
             "KEYED": tensors[0].key is not None,
             "LEVELS": levels,
