@@ -8,6 +8,7 @@ A block is compiled again where another set of its parameters is frozen, and wit
 blocks share torch's limit of graphs for the same code, which is 8 unless it is raised; beyond it, a run would fail.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -65,6 +66,8 @@ def compiled(function: Callable, name: str, options: dict[str, Any] | None) -> C
         OutageError: when it is called, if a compiler or a disk of this host fails.
     """
     _bar_without_semaphore()
+    # Torch 2.15 warns of what it calls itself, where the compiler lowers a diagonal, as layers with a state have.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor\.")
     # Sequences of another length, in another stage of the run, get a graph of their own. By default, torch would then
     # compile one for all lengths, whose bits a resumed run, which sees one length alone, would not have.
     graphs = torch.compile(function, fullgraph=True, dynamic=False, options=options or None)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import pytest
@@ -95,3 +96,13 @@ def test_a_process_that_compiles_leaks_no_semaphore():
     """Inductor shows a bar of tqdm, and train.py ends its process without the interpreter's shutdown."""
     done = subprocess.run([sys.executable, "-c", BAR], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_what_the_compiler_does_with_a_diagonal_is_nothing_to_warn_of():
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught, fresh_cache():
+        warnings.simplefilter("always")
+        found = compiled(lambda x: x.diagonal() + 1, "diagonal", None)(torch.ones(3, 3))
+    assert torch.equal(found, torch.full((3,), 2.0))
+    assert [str(warning.message) for warning in caught if warning.category is FutureWarning] == []
