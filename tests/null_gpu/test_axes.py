@@ -146,7 +146,7 @@ def test_one_kernel_updates_a_group(null_ranks):
     )
     assert by_torch["counts"]["launch_triton"] == 0
     assert by_keel["counts"]["launch_triton"] == halved["counts"]["launch_triton"] == 4
-    assert by_torch["counts"]["launch_aten"] - by_keel["counts"]["launch_aten"] >= 10
+    assert by_torch["counts"]["launch_aten"] - by_keel["counts"]["launch_aten"] > 147 // 36  # of the tensors
     assert by_keel["memcpys"] <= by_torch["memcpys"] + 2  # the tables, where addresses have changed
     assert halved["launches"] == by_keel["launches"]
     assert halved["steady_peak_bytes"] < by_keel["steady_peak_bytes"]
