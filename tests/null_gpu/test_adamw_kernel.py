@@ -157,12 +157,13 @@ def test_the_table_follows_gradients_that_move(kernels):
         assert torch.equal(found.exp_avg_sq, old.exp_avg_sq)
 
 
-# Registers, and instructions in all: what ptxas makes of the kernel for sm_90 (Triton 3.6), with a margin of a tenth.
+# Registers, and instructions in all: what ptxas makes of the kernel for sm_90 (Triton 3.6), with a margin of a tenth,
+# or with Triton 3.9, 105 and 113. An SM holds as many blocks with up to 128.
 MACHINE_CODE = {
     # moments in bfloat16, levels of the parts, copies: registers, instructions
-    "bfloat16": ((True, 1, True), 104, 2600),
+    "bfloat16": ((True, 1, True), 112, 2600),
     "bfloat16, cut by columns": ((True, 2, True), 104, 3000),
-    "bfloat16, cut twice": ((True, 3, True), 104, 3300),
+    "bfloat16, cut twice": ((True, 3, True), 120, 3300),
     "float32": ((False, 1, True), 104, 2000),
     "float32, without copies": ((False, 1, False), 72, 1800),
 }

@@ -30,9 +30,9 @@ def collectives(words: str) -> tuple[Counter[str], Counter[str]]:
         found.append(_collectives_of(graph))
         raise _SeenEnough("_SeenEnough")
 
-    with pytest.MonkeyPatch.context() as patch:
+    uncached = torch._inductor.config.patch(force_disable_caches=True)  # a graph found on disk meets no pass
+    with uncached, pytest.MonkeyPatch.context() as patch:
         patch.setattr(post_grad, "micro_pipeline_tp_pass", watch)
-        patch.setattr(torch._inductor.config, "force_disable_caches", True)  # a graph found on disk meets no pass
         patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
         learner, loader = build(load_job("llama_1b.toml", [*SMALL.split(), "--mesh.tp", "2", *words.split()], 2))
         with pytest.raises(Exception, match="_SeenEnough"):

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.autograd.profiler import profile
+from torch.torch_version import TorchVersion
 
 from configs.load import load
 from tests.null_gpu.device import Counters
@@ -30,14 +31,16 @@ for heads, kv_heads, width, dtype in ((32, 8, 128, "bfloat16"), (32, 32, 64, "bf
     print(torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads), end=" ")
 """
 FLASH, EFFICIENT, CUDNN = 1, 2, 3  # torch.nn.attention.SDPBackend
+HEADS_OF_192 = FLASH if TorchVersion(torch.__version__) >= "2.15" else CUDNN
+WORKSPACE = 32 << 20  # bytes, of a product; torch 2.15 takes it from its allocator for each and gives it back
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [((), [CUDNN, CUDNN, CUDNN, EFFICIENT]), (("--training.deterministic", "true"), [FLASH, FLASH, FLASH, EFFICIENT])],
+    [((), [CUDNN, CUDNN, HEADS_OF_192, EFFICIENT]), (("--training.deterministic", "true"), [FLASH] * 3 + [EFFICIENT])],
 )
 def test_which_attention_torch_takes(null_gpus, words, expected):
-    """cuDNN's, whose backward adds up in no fixed order, only where that may be; it takes heads of 192, too."""
+    """cuDNN's, whose backward adds up in no fixed order, only where that may be."""
     surroundings = {name: value for name, value in null_gpus.items() if name != "TORCH_CUDNN_SDPA_DEPRIORITIZED"}
     command = [sys.executable, "-c", CHOICES, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | surroundings)
@@ -86,4 +89,4 @@ def head_gradient_of_chunks() -> tuple[dict, int]:
 def test_the_heads_gradient_is_added_up_inside_the_product(null_ranks):
     [(counts, n_bytes)] = null_ranks(1, head_gradient_of_chunks)
     assert counts == {"gemm": 1}
-    assert n_bytes == 0
+    assert n_bytes in (0, WORKSPACE)
