@@ -27,8 +27,10 @@ from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
 """The exit code by which a shell reports a program that SIGPIPE ends."""
-EXIT_INTERRUPTED = 130
-"""The same of SIGINT, as Ctrl-C sends it."""
+OF_SIGNAL = 128
+"""A shell reports a program that a signal ends by this plus the signal's number."""
+EXIT_INTERRUPTED = OF_SIGNAL + signal.SIGINT
+"""The same of Ctrl-C; `end` makes it that of the signal that has come."""
 
 
 def parser_of(docstring: str | None, keeps_lines: bool = False) -> argparse.ArgumentParser:
@@ -263,21 +265,22 @@ def end(main: Callable[[], int]) -> NoReturn:
         print(f"error: {unwritten}", file=sys.stderr)
         code = unwritten.exit_code
     except Exception:
-        if not stop.has_come:
+        if not stop.first:
             raise
         print("error: stopped", file=sys.stderr)  # in an import, of which a library has made an error of its own
         code = EXIT_INTERRUPTED
-    sys.exit(code)
+    sys.exit(OF_SIGNAL + stop.first if code == EXIT_INTERRUPTED and stop.first else code)
 
 
 class _Stop:
     """Handles SIGTERM as Ctrl-C, so that a command's processes and temporary files go with it."""
 
-    has_come = False
+    first = 0
+    """The number of the first signal that has come; 0: none has."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if not self.has_come:
-            self.has_come = True
+        if not self.first:
+            self.first = number
             self._last_ignored = time.monotonic() + _CLEANING_SECONDS
             raise KeyboardInterrupt
         if time.monotonic() > self._last_ignored:

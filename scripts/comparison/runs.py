@@ -10,7 +10,7 @@ from typing import Any
 from configs.errors import KeelError
 from configs.files import is_file
 from configs.load import LoadedConfig
-from scripts.command import EXIT_INTERRUPTED, refuse_keys
+from scripts.command import OF_SIGNAL, refuse_keys
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS, handling_stops, read_status
 from trainer.report.console import Console
 
@@ -124,4 +124,4 @@ def run_process(command: Sequence[str]) -> int:
             child[0].send_signal(number)
         code = child[0].wait()
         # It may come before the command's own work.
-        return EXIT_PREEMPTED if -code in STOP_SIGNALS or code == EXIT_INTERRUPTED else code
+        return EXIT_PREEMPTED if -code in STOP_SIGNALS or code - OF_SIGNAL in STOP_SIGNALS else code

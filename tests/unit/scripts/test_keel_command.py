@@ -68,7 +68,7 @@ def test_a_stop_that_comes_twice_leaves_no_temporary_files(tmp_path, capsys, tak
             finally:
                 os.kill(os.getpid(), number)
 
-    with pytest.raises(SystemExit, match=r"^130$"):
+    with pytest.raises(SystemExit, match=rf"^{128 + number}$"):
         end(lambda: run_command(work, "stopped; nothing was written"))
     assert capsys.readouterr().err == "error: stopped; nothing was written\n"
     assert list(tmp_path.iterdir()) == []
