@@ -408,12 +408,13 @@ def _some(dice: random.Random, probability: float, keys: Keys) -> Keys:
 def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
     """Train a draw and its reference, and compare."""
     from scripts.rank_pool import RankLost
+    from trainer.planning.unknown_names import require_known_names
 
     try:
         with tempfile.TemporaryDirectory() as folder:
             job = _job_file(config_name, drawn.stages, Path(folder))
             for keys in (drawn.keys, _after_move(drawn)):
-                load(job, words(keys), world_size=drawn.ranks)
+                require_known_names(load(job, words(keys), world_size=drawn.ranks))
             return Outcome(fault=_fault(pool, job, drawn, Path(folder)))
     except ConfigError as error:
         return Outcome(refused=_kind(str(error).splitlines()[0]), reason=str(error))

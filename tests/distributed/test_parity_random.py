@@ -1,5 +1,6 @@
 """Jobs drawn at random for the parity table: draws repeat, refusals are no faults, and faults are found."""
 
+import json
 import shlex
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from scripts import parity, parity_random, rank_pool
 from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, run_random, shrunk
 from scripts.parity_rows import words
 from scripts.rank_pool import RankLost
+from tests.conftest import ROOT
 from trainer import step
 
 CONFIG = "parity.toml"
@@ -138,6 +140,22 @@ def test_a_refusal_is_no_fault(ranks):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_zero_bubble(), reason="this torch has no such schedule")
+@pytest.mark.slow
+def test_a_mesh_that_a_family_of_transformers_refuses_is_no_fault(ranks, tmp_path):
+    """A StableLM of transformers computes attention itself; on a part of the sequence its gradients would be wrong."""
+    model = {"model_type": "stablelm", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(model | sizes))
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'base = "{ROOT / "configs" / CONFIG}"\n[model]\narchitecture = "hf"\nhf = "{tmp_path / "config.json"}"\n'
+    )
+    keys = FLOAT64 | {"training.steps": 1, "training.seq_len": 16, "mesh.dp_shard": 1}
+    assert attempt(Pool(ranks), str(job), Draw(2, keys | {"mesh.dp_shard": 2})) == Outcome()
+    outcome = attempt(Pool(ranks), str(job), Draw(2, keys | {"mesh.cp": 2}))
+    assert "no layer of stablelm computes attention by transformers' attention interface" in outcome.reason
+
+
 def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
     """With four stages in a V, the ranks of a pipeline fill DTensor's caches with different operations."""
     pipeline = {"mesh.tp": 2, "mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
