@@ -35,6 +35,8 @@ from trainer.lifecycle import read_status
 from trainer.report.console import Console
 
 _POLL_SECONDS = 0.2
+_PATIENCE_SECONDS = 30.0
+"""Recording takes another evaluation less; a run that trains may have found no room for its status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,12 +123,13 @@ def _record(run: Path, console: Console) -> None:
 
 
 def _lock(run: Path, console: Console) -> None:
-    """Lock the run's folder, for which another evaluation may have to be waited; raises as `lock`."""
+    """Lock the run's folder, which another evaluation may have for a moment; raises as `lock`."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return lock(run, console.warning)
         except FolderInUse:
-            if read_status(run).get("state") == "running":
+            if read_status(run).get("state") == "running" or time.monotonic() > deadline:
                 raise
             time.sleep(_POLL_SECONDS)
 

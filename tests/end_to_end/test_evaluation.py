@@ -125,10 +125,14 @@ def test_the_command_adds_results_to_the_record_and_the_curves(trained: Path, tm
     assert (run / "evaluations/abandoned-001/step-00000008").is_dir()
 
 
-def test_a_run_that_trains_records_what_others_have_evaluated(trained: Path, tmp_path: Path, capsys):
-    """While a run has its folder, the command leaves the result to it."""
+@pytest.mark.parametrize("state", ["running", "preempted"])
+def test_a_run_that_trains_records_what_others_have_evaluated(
+    trained: Path, tmp_path: Path, capsys, monkeypatch, state
+):
+    """While a run has its folder, the command leaves the result to it, also if its disk has no room for its status."""
+    monkeypatch.setattr(script, "_PATIENCE_SECONDS", 0.5)
     run = shutil.copytree(trained / "run", tmp_path / "run")
-    write_status(run, "running", 8)
+    write_status(run, state, 8)
     holder = holding(run)
     before = (run / "metrics.jsonl").read_bytes()
     chosen = ["--tasks", "local_choice", "--task-folder", str(trained / "tasks"), "--examples", "2", "--device", "cpu"]
