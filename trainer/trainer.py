@@ -381,12 +381,20 @@ class Trainer:
         with self.watch.phases.measure(Phase.OTHER):
             of_model = self.learner.measure()
             memory = self.memory()
-        details = None if result.details is None else self.details.read(result.details)
-        incidents = self.progress.take_incidents()
-        measured = (memory, validation, of_model, self.watch.take_lag(), details, incidents, self.awaits_validation)
-        lr = self._learning_rate(step)
-        frozen = self.learner.frozen(step - 1)
-        self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.watch.grace.has_begun)
+        self.records.write(
+            self.run,
+            result,
+            self._learning_rate(step),
+            self.learner.frozen(step - 1),
+            memory=memory,
+            validation=validation,
+            of_model=of_model,
+            lag=self.watch.take_lag(),
+            details=None if result.details is None else self.details.read(result.details),
+            incidents=self.progress.take_incidents(),
+            awaits_validation=self.awaits_validation,
+            writes_status=not self.watch.grace.has_begun,
+        )
 
     def memory(self) -> Memory:
         """The largest memory use on any rank; all ranks must call it."""
