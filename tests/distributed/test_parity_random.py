@@ -15,6 +15,7 @@ from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, run_ran
 from scripts.parity_rows import words
 from scripts.rank_pool import RankLost
 from tests.conftest import ROOT
+from tests.hf_families import NEEDS_TRANSFORMERS
 from trainer import step
 
 CONFIG = "parity.toml"
@@ -139,8 +140,7 @@ def test_a_refusal_is_no_fault(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_zero_bubble(), reason="this torch has no such schedule")
-@pytest.mark.slow
+@NEEDS_TRANSFORMERS
 def test_a_mesh_that_a_family_of_transformers_refuses_is_no_fault(ranks, tmp_path):
     """A StableLM of transformers computes attention itself; on a part of the sequence its gradients would be wrong."""
     model = {"model_type": "stablelm", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -156,6 +156,8 @@ def test_a_mesh_that_a_family_of_transformers_refuses_is_no_fault(ranks, tmp_pat
     assert "no layer of stablelm computes attention by transformers' attention interface" in outcome.reason
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not has_zero_bubble(), reason="this torch has no such schedule")
 def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
     """With four stages in a V, the ranks of a pipeline fill DTensor's caches with different operations."""
     pipeline = {"mesh.tp": 2, "mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
