@@ -454,6 +454,14 @@ def has_zero_bubble() -> bool:
     return TorchVersion(torch.__version__) >= "2.13"
 
 
+# --------------------------------------------------------------------------- attention
+
+
+def fuses_grouped_queries_in_float32() -> bool:
+    """Whether a GPU's memory-efficient attention takes fewer key than query heads: no other kernel takes float32."""
+    return TorchVersion(torch.__version__) >= "2.14"
+
+
 # --------------------------------------------------------------------------- FLOPs
 
 

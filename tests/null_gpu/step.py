@@ -59,14 +59,12 @@ def measure(
 
     from parallelisms.mesh import groups_of_axes
     from tests.null_gpu.even_routing import route_evenly
-    from tests.null_gpu.known_shapes import know_shapes
     from tests.null_gpu.work import counting
     from trainer.data.loader import MicroBatch
     from trainer.guards.verdict import QueuedStep
 
     job = load_job(config, overrides, dist.get_world_size())
     route_evenly()
-    know_shapes()
     left = _clean()
     learner, loader = build(job)
     counters, last = Counters(), None
@@ -164,9 +162,12 @@ def build(job: Any, draw: bool = False) -> tuple[Any, Any]:
 
     from configs.layout import mesh_sizes
     from parallelisms.mesh import build_mesh
+    from tests.null_gpu.known_shapes import know_shapes
     from trainer.data.loader import build_loader
     from trainer.step import build_learner
 
+    if not draw:
+        know_shapes()
     torch._dynamo.reset()  # of what was measured before, in the same process: other shapes would be made dynamic
     _clean()
     device = torch.device("cuda", torch.cuda.current_device())

@@ -35,7 +35,7 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint, sele
 from parallelisms.attention.delta import apply_delta_backend, computes_by_kernels
 from parallelisms.fake_ranks import mesh_of_a_block, split_blocks
 from parallelisms.mesh import Mesh
-from parallelisms.torch_internals import count_grouped_queries
+from parallelisms.torch_internals import count_grouped_queries, fuses_grouped_queries_in_float32
 from trainer.planning.block_memory import BlockMemory, measure_eager, norm_of_a_gpu
 from trainer.planning.compiled_block import measure_compiled
 from trainer.planning.skeleton import skeleton
@@ -170,8 +170,10 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
 
 
 def _kernels_of_attention(asked: _Asked) -> list[SDPBackend]:
-    """The CPU's, which keep as little as a GPU's; but none of a GPU's takes float32 with fewer key than query heads."""
-    if asked.on_gpu and asked.config.training.compute_dtype == "float32" and _has_grouped_queries(asked.config.model):
+    """The CPU's, which keep as little as a GPU's, except for grouped queries in float32 before torch 2.14."""
+    if not asked.on_gpu or fuses_grouped_queries_in_float32():
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    if asked.config.training.compute_dtype == "float32" and _has_grouped_queries(asked.config.model):
         return [SDPBackend.MATH]
     return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 

@@ -89,6 +89,20 @@ def test_what_computes_attention_in_this_process_changes_nothing(monkeypatch, tm
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("fuses", "keeps_scores"), [(False, True), (True, False)])
+def test_float32_scores_are_kept_where_no_kernel_of_a_gpu_takes_grouped_queries(
+    monkeypatch, tmp_path, fuses, keeps_scores
+):
+    """Up to torch 2.13; 2.14's memory-efficient attention takes them."""
+    monkeypatch.setattr(activations, "_answers", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(activations, "fuses_grouped_queries_in_float32", lambda: fuses)
+    config = load(str(TINY), ["--training.seq_len=512", "--activation_checkpoint.mode=none"], 1).config
+    kept = [measure_blocks(config, [0], MeshSizes(1, 1, 1), on_gpu=on_gpu)[0].kept for on_gpu in (True, False)]
+    scores = config.model.n_heads * config.training.seq_len**2 * 4
+    assert (kept[0] - kept[1] > 0.9 * scores) == keeps_scores  # the other kernels keep a sum for each query
+
+
 def test_a_kind_of_block_is_measured_once_whatever_the_layers(monkeypatch, tmp_path):
     """Ranks of a pipeline have different layers."""
     monkeypatch.setattr(activations, "_answers", {})
