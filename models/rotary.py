@@ -68,7 +68,7 @@ def _by_turns(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
     first = max(math.floor(feature(scaling.beta_fast)), 0)
     last = min(math.ceil(feature(scaling.beta_slow)), 2 * n - 1)
     features = torch.arange(n, dtype=torch.float32, device=frequencies.device)
-    stretched = ((features - first) / max(last - first, 0.001)).clamp(0, 1)
+    stretched = ((features - first) / (last - first or 0.001)).clamp(0, 1)
     return stretched * frequencies / scaling.factor + (1 - stretched) * frequencies
 
 

@@ -102,9 +102,9 @@ def _write_windows(model: Any) -> dict[str, Any]:
 
 
 def _read_windows(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """The keys from `layer_types`, or from the older `sliding_window_pattern`, whose default is `pattern`."""
+    """The keys from `layer_types`, or for a class that repeats layers in a `pattern`, from that."""
     kinds = config.get("layer_types")
-    n = config.get("sliding_window_pattern", pattern) if kinds is None else _every_named(kinds)
+    n = pattern if kinds is None else _every_named(kinds)
     window = config.get("sliding_window", 4096)
     return {} if n == 1 or window is None else {"window": window, "window_pattern": n}
 
@@ -118,6 +118,14 @@ def _every_named(kinds: Any) -> int:
         return _every(kinds, *allowed)
     except ValueError as error:
         raise ValueError(f"layer_types {error}") from None
+
+
+def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The window of every layer; but with `layer_types` transformers takes it for a Ministral, which may mix kinds."""
+    keys = _read_windows(config, 0)
+    if keys.get("window_pattern"):
+        raise ValueError("layer_types has layers of two kinds, as Ministral has (--as-it-is imports it)")
+    return {"window": keys.get("window")}
 
 
 def _write_query_scale(model: Any) -> dict[str, Any]:
@@ -397,7 +405,7 @@ MISTRAL = HfClass(
     _FIXED,
     _without(_PLAIN, "window"),
     write=lambda model: {"sliding_window": model.window},
-    read=lambda config: {"window": config.get("sliding_window", 4096)},
+    read=_read_window,
 )
 OLMO2 = HfClass(
     "olmo2",
@@ -460,7 +468,7 @@ GEMMA3 = HfClass(
     rope_by_layer=True,
     window_rope_theta=1e4,
     write=lambda model: _write_windows(model) | _write_query_scale(model),
-    read=lambda config: _read_windows(config, 6),
+    read=lambda config: _read_windows(config, config.get("sliding_window_pattern", 6)),
 )
 DEEPSEEK_V3 = HfClass(
     "deepseek_v3",

@@ -55,6 +55,8 @@ def resolve(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     yield from _unknown_overrides(fields, overrides)
     fields |= {name: _without_none(value) for name, value in overrides.items()}
+    if fields.get("model_type") == "mistral" and "layer_types" in fields:
+        fields["model_type"] = "ministral"  # as transformers' AutoConfig takes it; Mistral's layers are all alike
     yield from ((key, message) for message in _faults(fields))
     model.pop("hf", None)
     model.pop("hf_overrides", None)

@@ -31,7 +31,9 @@ from tests.unit.hf_support import TINY, make_model, save
 from trainer.step import saved_buffers
 
 NO_TOKENIZER = TokenizerFiles()
-OLMO3, SMOLLM3, GEMMA3 = ({"model_type": name, "architectures": ...} for name in ("olmo3", "smollm3", "gemma3_text"))
+MISTRAL, OLMO3, SMOLLM3, GEMMA3 = (
+    {"model_type": name, "architectures": ...} for name in ("mistral", "olmo3", "smollm3", "gemma3_text")
+)
 QWEN2_MOE, QWEN3_NEXT, DEEPSEEK_V3 = (
     {"model_type": name, "architectures": ...} for name in ("qwen2_moe", "qwen3_next", "deepseek_v3")
 )
@@ -470,6 +472,13 @@ def test_a_model_without_attention_has_no_keys_of_attention_to_export():
     assert computed(back) == computed(plain)
 
 
+@pytest.mark.parametrize(("kinds", "window"), [([FULL, FULL], None), ([NEAR, NEAR], 9), (None, 9), (..., 9)])
+def test_a_mistral_with_kinds_of_layers_is_read_as_transformers_does(kinds, window):
+    """Mistral alone has the window in every layer; with layer_types, AutoConfig makes it a Ministral."""
+    config = json.loads(json.dumps(to_hf(TINY["mistral"], "float32", 32, 1, None)))
+    assert to_keel(config if kinds is ... else config | {"layer_types": kinds}, "config.json").window == window
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["olmo3", "gemma3"]), st.integers(1, 9), st.sampled_from([0, 2, 3, 4, 6, 9]))
 def test_windows_there_and_back(name, n_layers, pattern):
@@ -498,6 +507,7 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
             SMOLLM3 | {"layer_types": [FULL, NEAR], "sliding_window": 8, "use_sliding_window": False},
             "layer_types = ['full_attention', 'sliding_attention'] is not supported; Keel's SmolLM3 has full attention",
         ),
+        (MISTRAL | {"sliding_window": 8, "layer_types": [NEAR, FULL]}, "layers of two kinds, as Ministral has"),
         (OLMO3 | {"layer_types": [FULL, NEAR, NEAR]}, "layer_types is no list in which every n-th layer differs"),
         (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "layer_types: the kinds of layers must be among"),
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),

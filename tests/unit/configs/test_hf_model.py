@@ -181,6 +181,15 @@ def test_a_familys_own_fields_are_known():
         assert not unknown_fields(fields | {"model_type": kind, "experts_implementation": "eager"}), kind
 
 
+@pytest.mark.parametrize("more", [{}, {"layer_types": ["full_attention", "sliding_attention"]}])
+def test_a_mistral_with_kinds_of_layers_is_the_family_that_transformers_takes_it_for(tmp_path, more):
+    from transformers import AutoConfig
+
+    folder = write_config(tmp_path / "mistral", "llama", model_type="mistral", sliding_window=8, **more)
+    model = load("parity.toml", words(folder)).config.model
+    assert model.model_type == AutoConfig.from_pretrained(folder).model_type == ("ministral" if more else "mistral")
+
+
 def test_a_changed_file_is_a_changed_run_key(folder):
     before = load("parity.toml", words(folder)).config.model_dump()
     fields = json.loads((folder / "config.json").read_text())

@@ -1,14 +1,18 @@
 """The options of [model] against transformers' families, in loss and gradients, or written out where none has them."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
+from configs.architectures.llama_keys import RopeScaling
 from configs.schema import Model
 from models import build_model
 from models.documents import Documents
-from models.rotary import rotate
+from models.rotary import RotaryEmbedding, rotate
+from tests.hf_families import NEEDS_TRANSFORMERS
 from tests.unit.hf_support import TINY, make_model, of_transformers, save, skip_what_is_too_old
 
 SHAPE = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
@@ -127,3 +131,28 @@ def test_windows_and_documents_together():
         packed = model(torch.cat((first, second), dim=1), positions, Documents.find(torch.tensor([[0] * 9 + [1] * 6])))
         apart = torch.cat((model(first), model(second)), dim=1)
     torch.testing.assert_close(packed, apart, rtol=1e-12, atol=1e-12)
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
+def test_scaled_frequencies_are_those_of_transformers(kind):
+    """Also with lengths so short that no frequency turns as often as beta_slow or beta_fast."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    dice = random.Random(0)
+    for _ in range(100):
+        features, theta = 2 * dice.randint(1, 64), dice.choice([50.0, 1e4, 5e5])
+        given = {"factor": dice.uniform(1, 40), "original_max_position_embeddings": 2 ** dice.randint(0, 14)}
+        if kind == "linear":
+            del given["original_max_position_embeddings"]
+        if kind == "llama3":
+            given |= {"low_freq_factor": dice.uniform(0.5, 2), "high_freq_factor": dice.uniform(2.1, 8)}
+        if kind == "yarn":
+            given |= {"beta_slow": dice.uniform(0.5, 4), "beta_fast": dice.uniform(4, 64)}
+        config = LlamaConfig(head_dim=features, rope_parameters={"rope_type": kind, "rope_theta": theta, **given})
+        theirs, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        fields = {"original_seq_len" if name.startswith("original") else name: given[name] for name in given}
+        cos, sin = (rotary := RotaryEmbedding(features, theta, RopeScaling(kind=kind, **fields)))(torch.zeros(1, 1))
+        torch.testing.assert_close(rotary.inv_freq, theirs, rtol=1e-5, atol=0)
+        assert (cos.mean().item(), sin.mean().item()) == (pytest.approx(factor), 0.0)
