@@ -129,8 +129,7 @@ def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_query_scale(model: Any) -> dict[str, Any]:
-    scale = model.query_scale or head_dim(model)
-    return {"query_pre_attn_scalar": int(scale) if scale == int(scale) else scale}  # transformers takes integers only
+    return {"query_pre_attn_scalar": int(model.query_scale or head_dim(model))}  # transformers takes integers only
 
 
 def _write_rope_layers(model: Any) -> dict[str, Any]:

@@ -145,6 +145,8 @@ class HfClass:
         yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.kind == "yarn" else None
         if self.yarn_scales_scores and model.query_scale and (yarn is None or yarn.factor == 1):
             found.append(f"query_scale is {model.query_scale!r} without a rope_scaling of kind yarn")
+        if "query_scale" in self.fields.values() and model.query_scale and model.query_scale % 1:
+            found.append(f"query_scale is {model.query_scale!r}, no whole number")
         if self.gates_shared_expert and model.n_experts and not model.n_shared_experts:
             found.append("n_shared_experts is 0 with n_experts")
         return found

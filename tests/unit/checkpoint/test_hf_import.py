@@ -472,6 +472,13 @@ def test_a_model_without_attention_has_no_keys_of_attention_to_export():
     assert computed(back) == computed(plain)
 
 
+@pytest.mark.parametrize(("scale", "said"), [(24.0, ""), (24.5, "query_scale is 24.5, no whole number")])
+def test_transformers_takes_no_fraction_as_gemmas_query_scale(scale, said):
+    found = not_exportable(TINY["gemma3"].model_copy(update={"query_scale": scale}))
+    assert said in found
+    assert bool(found) == bool(said)
+
+
 @pytest.mark.parametrize(("kinds", "window"), [([FULL, FULL], None), ([NEAR, NEAR], 9), (None, 9), (..., 9)])
 def test_a_mistral_with_kinds_of_layers_is_read_as_transformers_does(kinds, window):
     """Mistral alone has the window in every layer; with layer_types, AutoConfig makes it a Ministral."""
