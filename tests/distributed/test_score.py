@@ -78,7 +78,7 @@ def plain(run):
                     logits = model(batch.tokens[row][own][None])[0]
                     losses.append(F.cross_entropy(logits, batch.targets[row][own], reduction="none"))
                 valid = batch.targets[row] != -100
-                found.append((float(torch.cat(losses).sum() / valid.sum()), int(valid.sum())))
+                found.append(((torch.cat(losses).sum() / valid.sum()).item(), int(valid.sum())))
     return found
 
 
