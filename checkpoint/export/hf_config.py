@@ -299,7 +299,7 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     try:
         values |= {key: value for key, value in kind.read(config).items() if value is not None}
     except ValueError as error:
-        raise UserError(f"{path}: {error}: not supported") from None
+        raise UserError(f"{path}: {error}: not supported{_AS_IT_IS}") from None
     values["max_seq_len"] = _seq_len_of(config, path)
     values |= _rope_to_keel(config, path, kind, has_window="window" in values, width=values.get("head_dim"))
     try:
@@ -413,8 +413,11 @@ def _scaling_to_keel(rope: Mapping[str, Any], path: Path, field: str) -> dict[st
     return {"rope_scaling": {"kind": kind} | {key: rope[name] for name, key in names.items() if name in rope}}
 
 
+_AS_IT_IS = "; keel import --as-it-is imports transformers' own model instead"
+
+
 def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
-    return UserError(f"{path}: {field} = {shortened(repr(value), 200)} is not supported; {instead}")
+    return UserError(f"{path}: {field} = {shortened(repr(value), 200)} is not supported; {instead}{_AS_IT_IS}")
 
 
 def _field(kind: HfClass, location: Sequence[str | int]) -> str:

@@ -124,7 +124,7 @@ def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
     """The window of every layer; but with `layer_types` transformers takes it for a Ministral, which may mix kinds."""
     keys = _read_windows(config, 0)
     if keys.get("window_pattern"):
-        raise ValueError("layer_types has layers of two kinds, as Ministral has (--as-it-is imports it)")
+        raise ValueError("layer_types has layers of two kinds, as Ministral has")
     return {"window": keys.get("window")}
 
 
