@@ -33,6 +33,8 @@ from configs.errors import ConfigError, UserError, listed
 from configs.files import exists, is_file, write_atomically
 from configs.load import LoadedConfig, load
 from configs.places import COPIES, is_url
+from configs.reading.keys import dotted, key_path
+from configs.reading.overrides import split_flags
 from configs.reading.toml_text import value_text
 from configs.run_stages import later_diff, stage_of
 from scripts.command import (
@@ -72,7 +74,7 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         raise UserError(f"{output} exists; name another folder with --output")
     checkpoint = _checkpoint(run, options.at, options.at_tokens)
     manifest = read_manifest(checkpoint)
-    job = _job_of(run, output, options.without, overrides)
+    job = _job_of(run, output, options.without, overrides, manifest.step)
     changes = later_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
     _require_fitting(checkpoint, manifest, job)
     saved = read_trainer_state(checkpoint)
@@ -129,26 +131,57 @@ def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:
     return step_folder(root, fitting[-1])
 
 
-def _job_of(run: Path, output: str, without: Sequence[str], overrides: Sequence[str]) -> LoadedConfig:
-    """The new run's job.
+def _job_of(run: Path, output: str, without: Sequence[str], overrides: Sequence[str], step: int) -> LoadedConfig:
+    """The new run's job, which begins after `step` steps.
 
     Raises:
-        ConfigError: a key is wrong, or a source that is to be left out is not there.
+        ConfigError: a key is wrong or has no effect, or a source that is to be left out is not there.
     """
     file = str(run / "config.toml")
     own = [f"--{key}={value}" for key, value in _OF_THE_FORK.items()]
     words = [*overrides, *own, "--job.output_dir", output, "--job.name", Path(output).name]
     job = load(file, words, is_stored=True)
-    if not without:
-        return job
-    sources = {source.name: source for source in job.config.data.sources}
-    for name in without:
-        if name not in sources:
-            raise ConfigError(f"--without {name}: {run} has no such source of data; it has {', '.join(sources)}")
-    kept = [source.model_dump(exclude_none=True) for name, source in sources.items() if name not in without]
-    if not kept:
-        raise ConfigError(f"--without {' '.join(without)}: no source of data is left; add others with --data.sources")
-    return load(file, [*words, "--data.sources", value_text(kept)], is_stored=True)
+    _require_effect(overrides, job, step)
+    return load(file, [*words, *_words_without(without, run, job, step)], is_stored=True) if without else job
+
+
+def _require_effect(overrides: Sequence[str], job: LoadedConfig, step: int) -> None:
+    """Raise ConfigError if a stage that has begun sets what the command line sets for the stages before it."""
+    present = stage_of(job.stages, step + 1).layers
+    for flag, _ in split_flags(overrides):
+        if flag in job.layers.origins.values() and flag not in present.origins.values():
+            path = key_path(flag.removeprefix("--"))
+            where = present.where(path)
+            table = next(stage.border.table for stage in job.stages if stage.layers.where(path) == where)
+            raise ConfigError(
+                f"{flag}: without effect from step {step + 1:,} on, where a stage sets it ({where}); set it in that "
+                f"stage: --stages.{table}.{dotted(path)}"
+            )
+
+
+def _words_without(names: Sequence[str], run: Path, job: LoadedConfig, step: int) -> list[str]:
+    """The words that leave sources out of the stage that step `step` + 1 belongs to, and of all later ones."""
+    lists = {"data.sources": job.stages[0]}
+    for stage in job.later_stages:
+        if "sources" in (job.layers.values["stages"][stage.border.table].get("data") or {}):
+            lists.setdefault(f"stages.{stage.border.table}.data.sources", stage)
+    present = [key for key, stage in lists.items() if stage.border.after <= step][-1]
+    sources = {
+        key: {source.name: source for source in stage.config.data.sources}
+        for key, stage in lists.items()
+        if key == present or stage.border.after > step
+    }
+    there = dict.fromkeys(name for each in sources.values() for name in each)
+    for name in names:
+        if name not in there:
+            raise ConfigError(f"--without {name}: {run} has no such source of data; it has {', '.join(there)}")
+    words = []
+    for key, each in sources.items():
+        kept = [source.model_dump(exclude_none=True) for name, source in each.items() if name not in names]
+        if not kept:
+            raise ConfigError(f"--without {' '.join(names)}: no source of data is left; add others with --{key}")
+        words += [f"--{key}", value_text(kept)] if len(kept) < len(each) else []
+    return words
 
 
 def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) -> None:

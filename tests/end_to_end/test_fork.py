@@ -7,8 +7,9 @@ import shutil
 import pytest
 
 from checkpoint.export.output import unfinished_folder
+from configs.load import load
 from scripts import data, fork
-from tests.end_to_end.launch import curve, launch, records, tensors
+from tests.end_to_end.launch import TINY, curve, launch, records, tensors
 
 SOURCES = '--data.sources \'[{name = "a", kind = "synthetic", weight = 3.0}, {name = "b", kind = "synthetic"}]\' '
 WORDS = f"{SOURCES} --training.steps 8 --checkpoint.interval 4"
@@ -88,6 +89,69 @@ def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, wo
     assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """A run of 8 steps, of two stages and a ramp that is still to come; sources in stages have no weights."""
+    folder = tmp_path_factory.mktemp("staged")
+    job = folder / "job.toml"
+    job.write_text(
+        f'base = "{TINY}"\n'
+        '[[data.sources]]\nname = "a"\nkind = "synthetic"\n[[data.sources]]\nname = "b"\nkind = "synthetic"\n'
+        "[[stages]]\nat_step = 4\noptimizer.lr = 5e-3\n"
+        'data.sources = [{ name = "b", kind = "synthetic" }, { name = "c", kind = "synthetic" }]\n'
+        "[[stages]]\nat_step = 10\nlr_schedule.total_steps = 9\n"
+        'data.sources = [{ name = "c", kind = "synthetic" }, { name = "b", kind = "synthetic" }]\n'
+    )
+    launch(folder, "--training.steps 8 --checkpoint.interval 2", config=job)
+    return folder / "run"
+
+
+def sources_of_stages(folder):
+    """The names of the sources of each stage of a fork."""
+    return [[source.name for source in each.config.data.sources] for each in load(str(folder / "config.toml")).stages]
+
+
+@pytest.mark.parametrize(
+    ("step", "without", "expected"),
+    [
+        (2, "a", [["b"], ["b", "c"], ["c", "b"]]),
+        (2, "b", [["a"], ["c"], ["c"]]),
+        (6, "b", [["a", "b"], ["c"], ["c"]]),
+        (8, "c", [["a", "b"], ["b"], ["b"]]),
+    ],
+)
+def test_a_source_that_is_left_out_does_not_come_back_in_a_stage(tmp_path, staged, step, without, expected):
+    fork_of = tmp_path / "fork"
+    assert fork.main([str(staged), "--at", str(step), "--without", without, "--output", str(fork_of)]) == 0
+    assert sources_of_stages(fork_of) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--at 6 --without a", "--without a: "),  # its stage is over
+        ("--at 6 --without b --without c", "no source of data is left; add others with --stages.0.data.sources"),
+        ("--at 6 --optimizer.lr 1e-3", "--optimizer.lr: without effect from step 7 on, where a stage sets it ("),
+        ("--at 6 --optimizer.lr 1e-3", "config.toml:"),
+        ("--at 4 --optimizer.lr=1e-3", "set it in that stage: --stages.0.optimizer.lr"),
+        ("--at 6 --data.sources.0.weight 2", "set it in that stage: --stages.0.data.sources.0.weight"),
+    ],
+)
+def test_what_a_stage_undoes_is_refused(tmp_path, staged, capsys, words, said):
+    assert fork.main([str(staged), *words.split(), "--output", str(tmp_path / "fork")]) == 78
+    assert said in capsys.readouterr().err
+
+
+def test_keys_of_the_present_and_of_later_stages_are_changed(tmp_path, staged, capsys):
+    words = "--stages.0.optimizer.lr 1e-3 --lr_schedule.min_lr_ratio 0.5"
+    assert fork.main([str(staged), "--at", "6", *words.split(), "--output", str(tmp_path / "fork")]) == 0
+    said = capsys.readouterr().out
+    assert "  optimizer.lr: 0.005 -> 0.001" in said
+    assert "  lr_schedule.min_lr_ratio: 0.1 -> 0.5" in said
+    assert fork.main([str(staged), "--at", "2", "--optimizer.lr", "1e-3", "--output", str(tmp_path / "early")]) == 0
+    assert "  optimizer.lr: 0.01 -> 0.001" in capsys.readouterr().out
 
 
 def test_the_command_to_train_it_can_be_pasted(tmp_path, run, capsys):

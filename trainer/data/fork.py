@@ -10,9 +10,11 @@ from contextlib import closing
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.schema import Config
+from configs.schema import Config, Source
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
+
+_WEIGHT = Source.model_fields["weight"].default  # of a source in [[stages]], which are stored as they were written
 
 
 def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
     start = Start(**data.get("start", {}))
     sources = before["data"]["sources"]
     names = [source["name"] for source in sources]
-    mixture = Mixture(names, [source["weight"] for source in sources], before["training"]["seed"], start)
+    weights = [source.get("weight", _WEIGHT) for source in sources]
+    mixture = Mixture(names, weights, before["training"]["seed"], start)
     following = start.following(next_sample, mixture.read_before(next_sample), seq_lens)
     if seq_lens[0] == seq_lens[1]:
         order = _order_at(config, next_sample, start=start)
