@@ -231,7 +231,7 @@ def _verdict(first: str, second: str, found: "Comparison") -> str:
     if found.of_seeds is None:
         of_models = found.paired is not None and abs(found.difference) > found.paired
         models = f"the model of {better} is better on such text, but one" if of_models else "one"
-        return f"undecided: {models} seed says nothing about another training; use --seeds 3 or more"
+        return f"undecided: {models} seed says nothing about another training; compare job files with --seeds 3 or more"
     if found.is_decided:
         return f"{better} is better by {abs(found.difference):.5f}"
     return "undecided: the interval includes 0"
