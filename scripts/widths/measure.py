@@ -85,7 +85,8 @@ def _recorded(model: Any) -> Iterator[dict[str, list[float]]]:
     hooks = [module.register_forward_hook(recorder(kind)) for module, kind in modules]
     attends = [block.self_attn.attend for block in blocks]
     for block, attend in zip(blocks, attends, strict=True):
-        block.self_attn.attend = _with_scores(attend, seen["attention scores"])
+        # With optimizer.qk_clip `attend` is a module, in whose place torch sets no function: the attribute hides it.
+        vars(block.self_attn)["attend"] = _with_scores(attend, seen["attention scores"])
     try:
         yield seen
     finally:

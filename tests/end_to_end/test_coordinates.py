@@ -42,6 +42,17 @@ def test_activations_grow_without_mup_only(capsys, tmp_path):
     assert {len(line.get("points").split()) for line in lines} == {4}
 
 
+def test_scores_are_measured_of_a_job_that_clips_them(capsys, tmp_path):
+    words = ("--dims", "32,64", "--steps", "1", "--json", "found.json")
+    for clip in (("--optimizer.qk_clip", "1e9"), ()):  # a limit that is never reached only measures
+        code, printed = run(capsys, *JOB, *words, *clip)
+        assert code == 0, printed
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["growth"]["without muP"]["attention scores"] > 0
+        (tmp_path / "found.json").rename(tmp_path / f"{len(clip)}.json")
+    assert (tmp_path / "2.json").read_text() == (tmp_path / "0.json").read_text()
+
+
 @pytest.mark.slow
 def test_rates_are_compared_at_each_width(capsys, tmp_path):
     words = ("--dims", "16,32", "--rates", "1e-2,1e-4", "--training.steps", "10", "--json", "found.json")
