@@ -105,7 +105,9 @@ def reproduce(
         begin = planned.checkpoint or "the initial weights"
         compared = ", ".join(map(str, sorted(planned.steps)))
         console.line(f"{file}: computing steps again, from {begin}, to compare the steps {compared}")
-        compute_again(planned, ranks or planned.launch.ranks, words, folder)
+        # The data may lie in another place than at the checkpoint, and the verdict names other run keys.
+        changed = ["--job.allow_run_change", "true", *words]
+        compute_again(planned, ranks or planned.launch.ranks, changed, folder)
         verdict = judge(planned, folder / "run")
         for line in said(planned, verdict):
             console.line(line)

@@ -59,6 +59,17 @@ def test_another_mesh_is_equal_within_rounding(elsewhere, mesh):
 
 
 @pytest.mark.slow
+def test_a_run_key_that_differs_from_the_checkpoint_is_named(tmp_path):
+    """As it is from the initial weights; the place of the data is such a key, too."""
+    launch(tmp_path, "--metrics.fingerprint true --training.steps 4 --checkpoint.interval 2")
+    assert reproduce(tmp_path, "run --write run.json --begin 2")[0] == 0
+    code, said = reproduce(tmp_path, "run.json --checkpoint run/checkpoints/step-00000002 --optimizer.lr 2e-2")
+    assert code == 1
+    assert "NOT EQUAL: step 4 is the first that differs from its replay" in said
+    assert "job: optimizer.lr: 0.01 -> 0.02" in said
+
+
+@pytest.mark.slow
 def test_a_changed_line_of_code_is_named(elsewhere, tmp_path):
     clone = make_clone(tmp_path)
     file = clone / "models" / "feed_forward.py"
