@@ -70,6 +70,8 @@ class Commands:
     _running: "tuple[_Due, subprocess.Popen[bytes]] | None" = None
     _seen: int | None = None
     """The step of the newest checkpoint whose commands are queued."""
+    _is_abandoned: bool = False
+    """Whether the run ends what runs, until it begins again."""
     _recorded: set[tuple[int, float]] | None = None
     """Step and time of the evaluations that metrics.jsonl has; None: not known yet."""
 
@@ -86,6 +88,7 @@ class Commands:
         """
         self._seen = None
         self._recorded = None
+        self._is_abandoned = False
         step = self.committed()
         on_rank_zero(None, lambda: self._prepare(step))
 
@@ -111,7 +114,7 @@ class Commands:
                     self._queue(command, seen, committed)
             if has_ended:
                 self._end()
-            if self._due and not self._running:
+            if self._due and not self._running and not self.stop:
                 self._start(self._due.popleft())
             if is_new or has_ended:
                 self._collect()
@@ -138,6 +141,7 @@ class Commands:
             time.sleep(0.05)
 
     def _abandon(self) -> None:
+        self._is_abandoned = True
         while self._due:
             self._due.popleft().lock.release()
         if self._running:
@@ -146,16 +150,21 @@ class Commands:
     def _queue(self, command: AfterSave, after: int | None, committed: int) -> None:
         """Queue a command for the newest checkpoint; first in a launch, also for those since its last success.
 
-        It pins them at once, since the next save removes old checkpoints.
+        One that never succeeded is queued for those since it first began, of which a stop may have interrupted some, or
+        for its newest. It pins them at once, since the next save removes old checkpoints.
 
         Args:
             after: step of the last checkpoint whose commands are queued; None: first in a launch.
             committed: step of the newest checkpoint.
         """
+        folder = self._run / FOLDER / command.name
+        every = command.every
+        steps = [step for step in steps_in(self._run / "checkpoints") if step <= committed and step % every == 0]
         if after is None:
-            after = max(steps_in(self._run / FOLDER / command.name), default=committed - 1)
-        for step in steps_in(self._run / "checkpoints"):
-            if after < step <= committed and step % command.every == 0:
+            begun = [step for step in steps if step_folder(folder, step).with_suffix(LOG).exists()]
+            after = max(steps_in(folder), default=min(begun or steps[-1:], default=committed) - 1)
+        for step in steps:
+            if step > after:
                 try:
                     self._due.append(_Due(command, step, ReadLock(step_folder(self._run / "checkpoints", step))))
                 except UserError as error:
@@ -202,12 +211,14 @@ class Commands:
             self.console.line(f"{due}: done")
             return
         shutil.rmtree(output, ignore_errors=True)
-        if code < 0:
+        if self._is_abandoned or self.stop:
             self.console.line(f"{due}: interrupted; the next launch runs it")
-        else:
-            log = output.with_suffix(LOG)
-            lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-            self.console.warning(f"{due} failed, training continues: {lines[-1]} (see {log})")
+            return
+        log = output.with_suffix(LOG)
+        reason = f"signal {-code} ended it"
+        if code > 0:
+            reason = (log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
+        self.console.warning(f"{due} failed, training continues: {reason} (see {log})")
 
     def _collect(self) -> None:
         """Record the results of `keel evaluate` that metrics.jsonl lacks."""
