@@ -292,11 +292,13 @@ class Reader:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 
         The average of the weights is left out where only one side has it, or both have another kind, as
-        job.allow_run_change allows.
+        job.allow_run_change allows; it then begins anew.
         """
         saved = found.metadata.state_dict_metadata
         is_alike = UPDATES in saved and UPDATES in state
         if not is_alike or entry_of(found.metadata, UPDATES).size != state[UPDATES].shape:
+            if UPDATES in state:
+                state[UPDATES].zero_()  # a run that goes back has an average of the steps that it leaves
             state = _without_average(state)
             tensors = _without_average(saved)
             found = replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))

@@ -152,6 +152,20 @@ def test_a_run_that_went_back_is_the_run_without_those_samples(ranks, tmp_path):
     assert losses[:20] + losses[26:] == jumped  # the spike itself is no step of the run
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [("--average.decay", "0.5"), ("--average.last", "3")])
+def test_an_average_that_is_newer_than_the_checkpoint_begins_anew(ranks, tmp_path, kind):
+    """The run goes back to its last checkpoint without one: what it has left is not part of the average."""
+    run = tmp_path / "run"
+    each = ("--checkpoint.interval", "1", "--checkpoint.keep_last", "0", "--job.allow_run_change", "true")
+    ranks(1, train, str(run), (*REWIND, *each), 0, (27,), 20)
+    [(_, state, message)] = ranks(1, train, str(run), (*REWIND, *each, "--average.interval", "1", *kind), 0, (27,), 28)
+    assert not message
+    assert [incident["to_step"] for incident in state.incidents] == [20]
+    updates = {step: tensors(run, step)["average_updates"].tolist() for step in (21, 22)}
+    assert updates == ({21: 1, 22: 2} if "--average.decay" in kind else {21: [21, 0, 0], 22: [21, 22, 0]})
+
+
 def jump(folder):
     words = (*RULE, "--fault.spikes.action", "skip")
     train(folder, words, noise=(), steps=20)
