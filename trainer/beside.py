@@ -24,7 +24,7 @@ from configs.errors import UserError
 NICENESS = 10
 NOT_STARTED = 127
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""As of a run."""
+"""Those of a run."""
 
 
 def main() -> int:

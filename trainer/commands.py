@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from checkpoint.manifest import UNFINISHED, step_folder, steps_in
 from checkpoint.storage import remove_unfinished
 from configs.after_save import filled_in, search_path, words_of
 from configs.errors import UserError
+from configs.files import exists
 from configs.schema import AfterSave, Config
 from configs.secret import SECRET
 from parallelisms.ranks import on_rank_zero
@@ -150,8 +152,8 @@ class Commands:
     def _queue(self, command: AfterSave, after: int | None, committed: int) -> None:
         """Queue a command for the newest checkpoint; first in a launch, also for those since its last success.
 
-        One that never succeeded is queued for those since it first began, of which a stop may have interrupted some, or
-        for its newest. It pins them at once, since the next save removes old checkpoints.
+        One that never succeeded is queued for those since it was first queued, which its logs tell, or for its newest.
+        This pins them at once, since the next save removes old checkpoints.
 
         Args:
             after: step of the last checkpoint whose commands are queued; None: first in a launch.
@@ -160,15 +162,19 @@ class Commands:
         folder = self._run / FOLDER / command.name
         every = command.every
         steps = [step for step in steps_in(self._run / "checkpoints") if step <= committed and step % every == 0]
+        logs = {step: step_folder(folder, step).with_suffix(LOG) for step in steps}
         if after is None:
-            begun = [step for step in steps if step_folder(folder, step).with_suffix(LOG).exists()]
-            after = max(steps_in(folder), default=min(begun or steps[-1:], default=committed) - 1)
+            queued = [step for step, log in logs.items() if exists(log)]
+            after = max(steps_in(folder), default=min(queued or steps[-1:], default=committed) - 1)
         for step in steps:
             if step > after:
                 try:
                     self._due.append(_Due(command, step, ReadLock(step_folder(self._run / "checkpoints", step))))
                 except UserError as error:
                     self.console.warning(f"{command.name} after step {step} does not run: {error}")
+                with suppress(OSError):  # its start meets the same, and is reported
+                    folder.mkdir(parents=True, exist_ok=True)
+                    logs[step].touch()
 
     def _start(self, due: _Due) -> None:
         try:

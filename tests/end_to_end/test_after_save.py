@@ -140,7 +140,7 @@ def test_what_a_stop_interrupts_the_next_launch_runs(tmp_path):
     assert time.monotonic() - began < 20
     assert not lives(pid)
     assert said(run, "task") == ["task after step 5: interrupted; the next launch runs it"]
-    assert sorted(path.name for path in (run / "after_save/task").iterdir()) == ["step-00000005.log"]
+    assert {path.suffix for path in (run / "after_save/task").iterdir()} == {".log"}
     steps = steps_in(run / "checkpoints")
     (run / "after_save/task/step-00000005").mkdir()  # as if that one had succeeded
     assert launch_here(tmp_path, *after_save(task=COPY), "--training.steps", str(steps[-1]), *saving()[:2]) == 0

@@ -54,12 +54,14 @@ ELSEWHERE = """sh -c 'setsid sleep 600 & echo $! > "$1/new"; mv "$1/new" "$1/pid
 
 
 class Launch:
-    """A launch's command after every fifth step, and what the console says of it."""
+    """A launch's commands after every fifth step, by default of one alone, and what the console says of them."""
 
-    def __init__(self, run: Path, command: str) -> None:
+    def __init__(self, run: Path, command: str, *others: str) -> None:
         self.run = run
         self.said: list[str] = []
-        table = f'[{{name = "task", command = {json.dumps(command)}, every = 5}}]'
+        named = {"task": command, **{f"other{number}": other for number, other in enumerate(others)}}
+        tables = [f'{{name = "{name}", command = {json.dumps(each)}, every = 5}}' for name, each in named.items()]
+        table = f"[{', '.join(tables)}]"
         words = ("--job.output_dir", str(run), "--checkpoint.interval", "5", "--checkpoint.after_save", table)
         console: Any = SimpleNamespace(line=self.said.append, warning=self.said.append)
         watchdog: Any = SimpleNamespace(on_first_rank=lambda doing, run, is_needed: run())
@@ -91,8 +93,8 @@ class Launch:
         os.killpg(process.pid, number)
         process.wait(timeout=20)
 
-    def has_run(self) -> list[int]:
-        return steps_in(self.run / "after_save/task")
+    def has_run(self, name: str = "task") -> list[int]:
+        return steps_in(self.run / "after_save" / name)
 
 
 def lives(pid: int) -> bool:
@@ -110,22 +112,22 @@ def ends(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("saved", "due"), [((5, 7), [5]), ((5, 10, 12), [5, 10])])
-def test_one_that_never_succeeded_is_run_for_what_a_stop_interrupted(tmp_path, saved, due):
-    stopped = Launch(tmp_path, SLEEP)
+def test_one_that_never_succeeded_is_run_for_what_a_stop_interrupted_or_kept_waiting(tmp_path, saved, due):
+    stopped = Launch(tmp_path, SLEEP, "true")
     for step in saved[:-1]:
         stopped.save(step)
     stopped.process_of_the_command()
     stopped.save(saved[-1])  # by the stop
     stopped.commands.finish(is_done=False)
     assert stopped.said == ["task after step 5: interrupted; the next launch runs it"]
-    resumed = Launch(tmp_path, "true")
+    resumed = Launch(tmp_path, "true", "true")
     resumed.commands.finish(is_done=True)
-    assert resumed.has_run() == due
+    assert resumed.has_run() == resumed.has_run("other0") == due
 
 
 def test_one_that_is_new_is_run_for_the_newest_checkpoint_of_its_own(tmp_path):
     """A stop saves after any step, which none is due for."""
-    before = Launch(tmp_path, "true")
+    before = Launch(tmp_path, "false")
     before.commands.config.checkpoint.after_save.clear()
     for step in (5, 10, 12):
         before.save(step)
