@@ -139,6 +139,9 @@ def _train(job: LoadedConfig, detour: Detour, later: LoadedConfig) -> Trajectory
         _go_on(learner, later, end, job.config.training.steps, detour, found)
     learner.finish_update()
     found.weights = _weights(learner)
+    if learner.average and learner.average.has_begun:
+        with learner.averaged():
+            found.weights |= {f"average of {name}": weight for name, weight in _weights(learner).items()}
     found.buffers = buffers_of(learner.stages.values())
     return found
 
@@ -168,6 +171,9 @@ def _go_on(learner: Learner, job: LoadedConfig, first: int, end: int, detour: De
         if step in detour.evaluate_at:
             loss, tokens, _ = mesh.sum_over_tokens(learner.evaluate(micro_batches, None)).tolist()
             found.evaluations[step] = loss / tokens
+            if learner.average and learner.average.has_begun:
+                with learner.averaged():
+                    learner.evaluate(micro_batches, None)
         gradients, last = _judged(learner, micro_batches)
         if step == 0:
             held = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
@@ -177,6 +183,7 @@ def _go_on(learner: Learner, job: LoadedConfig, first: int, end: int, detour: De
         found.norms.append(norm)
         try:
             learner.update(last, learning_rate_of(stage, step + 1))
+            learner.update_average(step + 1, last.skip)
             last.result()
         except UserError as error:  # the ranks hold different results
             found.stopped = str(error)

@@ -3,7 +3,8 @@
 A *draw* is a number of ranks and config overrides: run keys, which the reference has as well, and machine keys. On its
 way it may evaluate a batch between two steps, and move to another mesh by a checkpoint. Half of the draws compute in
 float64 and must agree with the plain reference (`parity_reference.py`) to 1e-10; the other half, with
-`training.reduction = "exact"`, must have the bits of the smallest mesh that these promise to equal.
+`training.reduction = "exact"`, must have the bits of the smallest mesh that these promise to equal. The weights that
+are compared are the last step's, and their average, if one is kept.
 
 A draw is a function of its seed and number alone. What the config refuses is no fault; what it accepts must train, and
 to the right values. A fault is shrunk: its keys are left out one by one, as long as it remains.
@@ -128,7 +129,9 @@ def draw(seed: int, number: int) -> Draw:
     # and Muon's directions enlarge it.
     if run.get("model.window") == 1 and (_takes_signs(run) or run.get("optimizer.name") == "muon"):
         run["model.window"] = 2
-    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {}, _stages(dice, run))
+    stages = _stages(dice, run)
+    run |= _average(dice, run, is_exact)
+    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {}, stages)
 
 
 def _model(dice: random.Random) -> Keys:
@@ -241,6 +244,16 @@ def _qk_clip(dice: random.Random, run: Keys) -> Keys:
     if "model.qk_norm" in run or not has_logits:
         return {}
     return _some(dice, 0.25, {"optimizer.qk_clip": dice.choice((1e-4, 1e-3, 0.05))})
+
+
+def _average(dice: random.Random, run: Keys, is_exact: bool) -> Keys:
+    """Sometimes an average of the weights; the plain reference does not round it."""
+    if dice.random() > 0.3:
+        return {}
+    keys: Keys = {"average.last": 2} if dice.random() < 0.5 else {"average.decay": 0.5}
+    keys |= {"average.interval": dice.choice((1, 1, 2))} | _some(dice, 0.3, {"average.start_step": 1})
+    is_rounded = run.get("training.dtype") == "bfloat16" or dice.random() < 0.3
+    return keys | ({"average.dtype": "bfloat16"} if is_exact and is_rounded else {})
 
 
 def _data(dice: random.Random) -> Keys:

@@ -25,7 +25,7 @@ from configs.load import load
 from configs.own_code import code_of, is_import_path
 from configs.plan import Plan, plan_of
 from configs.run_stages import Border, RunStage, steps_of_stages
-from configs.schema import Config, Optimizer, ParameterGroup
+from configs.schema import Average, Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
@@ -52,7 +52,7 @@ class Trajectory:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of the first step, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Weights after the last step."""
+    """Weights after the last step, and their average, if the job keeps one: "average of NAME"."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """Buffers after the last step."""
     stopped: str = ""
@@ -86,6 +86,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
     parameters = dict(model.named_parameters())
     optimizers = _plain_optimizers(config, parameters, plan_of(model))
     found = Trajectory(initial=copied(parameters | buffers_of([model])))
+    averaged: list[dict[str, Tensor]] = []
     for step, (stage, micro_batches) in enumerate(steps_through(job.stages, 0, 1)):
         if stage.config != config:
             config = stage.config
@@ -122,13 +123,31 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             largest_logits.clip(limit)
             largest_logits.stop()
         choices.move_biases()
+        averaged = _averaged(config.average, averaged, parameters, step + 1)
         model.zero_grad()
         found.losses.append(loss.item())
         found.evaluations[step] = loss.item()
         found.norms.append(norm.item())
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
+    for name in parameters if averaged else ():
+        found.weights[f"average of {name}"] = torch.stack([each[name] for each in averaged]).mean(0)
     found.buffers = buffers_of([model])
     return found
+
+
+def _averaged(
+    average: Average, before: list[dict[str, Tensor]], weights: Mapping[str, Tensor], number: int
+) -> list[dict[str, Tensor]]:
+    """What the average of the weights is the mean of, after step `number`: copies, or the exponential average alone."""
+    after = number - average.start_step
+    if not average.interval or after <= 0 or after % average.interval:
+        return before
+    if average.last or not before:
+        return [*before, copied(weights)][-max(1, average.last) :]
+    (kept,) = before
+    return [
+        {name: average.decay * kept[name] + (1 - average.decay) * weight.detach() for name, weight in weights.items()}
+    ]
 
 
 def _begin_stage(

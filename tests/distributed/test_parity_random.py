@@ -1,7 +1,9 @@
 """Jobs drawn at random for the parity table: draws repeat, refusals are no faults, and faults are found."""
 
 import json
+import re
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from scripts.parity_rows import words
 from scripts.rank_pool import RankLost
 from tests.conftest import ROOT
 from tests.hf_families import NEEDS_TRANSFORMERS
-from trainer import step
+from trainer import average, step
 
 CONFIG = "parity.toml"
 SCHEDULES = ("interleaved_1f1b", "zero_bubble_v") if has_zero_bubble() else ("interleaved_1f1b",)
@@ -106,6 +108,9 @@ def test_every_axis_and_technique_is_drawn():
         ("training.micro_batch_size", "auto"),
         ("fsdp.accumulate", "reduce_last"),
         ("data.document_mask", "true"),
+        ("average.last", "2"),
+        ("average.decay", "0.5"),
+        ("average.dtype", "bfloat16"),
     }
     assert expected <= keys
     options = "qk_norm attention_bias attention_gate query_scale window window_pattern window_rope_theta norm_position "
@@ -190,6 +195,35 @@ def test_keys_of_a_stage_that_have_no_effect_are_found(ranks):
     found = attempt(Pool(ranks, as_if_the_job_had_no_stages), CONFIG, STAGED)
     assert "from the reference: loss" in found.fault
     assert "weights" in found.fault
+
+
+AVERAGED = Draw(
+    2,
+    FLOAT64 | {"mesh.dp_shard": 2, "training.steps": 3, "model.n_layers": 2, "average.interval": 1},
+    move_at=1,
+    moved={"mesh.dp_replicate": 2, "mesh.dp_shard": 1, "fsdp.partition": "owner"},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{"average.decay": 0.5}, {"average.last": 2}])
+def test_a_draw_with_an_average_is_right(ranks, kind):
+    assert attempt(Pool(ranks), CONFIG, replace(AVERAGED, keys=AVERAGED.keys | kind)) == Outcome()
+
+
+def as_if_an_average_began_anew(function, *arguments):
+    """On a rank: an average that does not take what was loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(average.ExponentialAverage, "was_loaded", lambda self: None)
+        return function(*arguments)
+
+
+@pytest.mark.slow
+def test_an_average_that_a_move_forgets_is_found(ranks):
+    drawn = replace(AVERAGED, keys=AVERAGED.keys | {"average.decay": 0.5})
+    found = attempt(Pool(ranks, as_if_an_average_began_anew), CONFIG, drawn).fault
+    loss, norm, gradient, weights = (float(each) for each in re.findall(r"\d\.\de[+-]\d+", found.partition(": ")[2]))
+    assert max(loss, norm, gradient) < 1e-10 < weights
 
 
 class DyingPool:
