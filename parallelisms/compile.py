@@ -5,7 +5,8 @@ one. FSDP's work between blocks (all-gathers, reductions, prefetching) stays eag
 other expensive part, compiles its own kernels (`trainer/loss.py`).
 
 A block is compiled again where another set of its parameters is frozen, and without gradients for validation. All
-blocks share torch's limit of graphs for the same code, which is 8 unless it is raised; beyond it, a run would fail.
+blocks share torch's limit of graphs for the same code, which is 8 unless it is raised; beyond it, a run fails. Each
+stage of the run may have sequences of another length, and so as many graphs as a run without stages.
 """
 
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import CppCompileError
 
 from configs.errors import ConfigError, OutageError
@@ -26,7 +27,8 @@ from configs.plan import plan_of
 from configs.schema import Compile
 
 MOST_GRAPHS = 64
-"""Limit for the same code. More would mean that each step compiles something again, which must not go unnoticed."""
+"""Limit for the same code, for each stage of the run. More would mean that each step compiles something again, which
+must not go unnoticed."""
 
 _OF_THE_HOST = (CppCompileError, OSError)
 """What a compiler fails by that is killed, as by a signal to the process group, or a disk that is full."""
@@ -51,18 +53,26 @@ def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:
     Raises:
         ConfigError, OutageError: in the first step, as `compiled`.
     """
-    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_GRAPHS)
+    allow_graphs(n_stages=1)
     plan = plan_of(model)
     for name in (*plan.blocks, *plan.further_blocks):
         block = model.get_submodule(name)
         block.forward = compiled(block.forward, name, options)
 
 
+def allow_graphs(n_stages: int) -> None:
+    """Raise torch's limits to what a run of so many stages may have of the same code."""
+    most = n_stages * MOST_GRAPHS
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, most)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
+
+
 def compiled(function: Callable, name: str, options: dict[str, Any] | None) -> Callable:
     """Compile a function as one graph for each shape of its inputs; errors name it by `name`.
 
     Raises:
-        ConfigError: when it is called, if torch can't compile it.
+        ConfigError: when it is called, if torch can't compile it, or has compiled it too often.
         OutageError: when it is called, if a compiler or a disk of this host fails.
     """
     _bar_without_semaphore()
@@ -76,6 +86,11 @@ def compiled(function: Callable, name: str, options: dict[str, Any] | None) -> C
     def compiled_or_refused(*args: Any, **kwargs: Any) -> Any:
         try:
             return graphs(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise ConfigError(
+                f"compile.enable: {name} has been compiled {torch.compiler.config.recompile_limit} times, as if every "
+                "step computed something else; set compile.enable = false"
+            ) from error
         except TorchDynamoException as error:
             reason = " ".join(str(error).strip().partition("\n\n")[0].split())
             if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, _OF_THE_HOST):

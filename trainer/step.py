@@ -29,7 +29,7 @@ from models import build_model
 from models.documents import Documents
 from models.llama import Llama
 from parallelisms.attention.context import shard_batch
-from parallelisms.compile import compiler_options
+from parallelisms.compile import allow_graphs, compiler_options
 from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
 from parallelisms.expert import Buffers
 from parallelisms.float8 import gather_in_8_bits
@@ -379,6 +379,7 @@ def assemble_learner(
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     sums = sums_of(config.training)
     reductions = {number: sums.reduction(stage) for number, stage in stages.items()}
+    allow_graphs(n_stages=1 + len(later))
     set_scales = gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
     limit = config.optimizer.qk_clip

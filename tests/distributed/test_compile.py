@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from configs.layout import mesh_sizes
 from configs.load import load
+from parallelisms import compile as compiling
 from parallelisms.mesh import build_mesh
 from scripts.parity_compare import attention_that_compiles
 from tests.end_to_end.launch import ROOT
@@ -126,7 +127,7 @@ def graphs_through_stages(file: str, overrides: tuple[str, ...]) -> list[int]:
     counters.clear()
     job = load(file, overrides, dist.get_world_size())
     mesh = build_mesh(mesh_sizes(job.config, dist.get_world_size()), torch.device("cpu"))
-    learner = build_learner(job.config, mesh)
+    learner = build_learner(job.config, mesh, [stage.config for stage in job.later_stages])
     graphs = []
     for stage in job.stages:
         if stage is not job.stages[0]:
@@ -154,6 +155,23 @@ def test_a_length_that_returns_compiles_nothing(ranks, tmp_path, n_ranks, overri
         assert second > first
         assert third == second
         assert fourth == second
+
+
+def with_one_graph_a_stage(file: str) -> list[int]:
+    """On a rank: as if the same code could have one graph."""
+    limits = {"recompile_limit": 1, "accumulated_recompile_limit": 1}
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(limits):
+        patch.setattr(compiling, "MOST_GRAPHS", 1)
+        return graphs_through_stages(file, ())
+
+
+@pytest.mark.slow
+def test_each_stage_may_have_as_many_graphs(ranks, tmp_path):
+    """A run of many lengths would otherwise end at one of them."""
+    file = tmp_path / "job.toml"
+    file.write_text(STAGES.replace("parity.toml", str(ROOT / "configs" / "parity.toml")))
+    [(first, second, _, last)] = ranks(1, with_one_graph_a_stage, str(file))
+    assert last == second == 2 * first
 
 
 def train(overrides: tuple[str, ...]) -> list[float]:

@@ -58,7 +58,8 @@ NAMES = {
     "parallelisms/attention/halo.py": {COLLECTIVES},
     "parallelisms/attention/logits.py": {COLLECTIVES},
     "parallelisms/compile.py": {
-        *("torch._dynamo.exc.BackendCompilerFailed", "torch._dynamo.exc.TorchDynamoException"),
+        *("torch._dynamo.exc.BackendCompilerFailed", "torch._dynamo.exc.FailOnRecompileLimitHit"),
+        "torch._dynamo.exc.TorchDynamoException",
         *("torch._inductor.exc.CppCompileError", "torch._inductor.list_mode_options"),
     },
     "parallelisms/compute_copies.py": {"torch._foreach_copy_"},

@@ -63,6 +63,17 @@ def test_a_block_that_cannot_be_one_graph_is_refused_with_torchs_reason():
 
 
 @pytest.mark.slow
+def test_one_that_is_compiled_again_and_again_is_refused():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        add_one = compiled(lambda x: x + 1, "the loss", None)
+        add_one(torch.ones(2))
+        add_one(torch.ones(3))
+        with pytest.raises(ConfigError, match=r"compile.enable: the loss has been compiled 2 times, .*; set compile"):
+            add_one(torch.ones(4))
+
+
+@pytest.mark.slow
 def test_a_compiler_that_is_killed_is_no_mistake_in_the_job(tmp_path):
     """The command may succeed another time, which ConfigError denies."""
     compiler = tmp_path / "c++"
