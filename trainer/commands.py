@@ -68,12 +68,12 @@ class Commands:
     """Returns the step of the newest checkpoint."""
     record: Callable[[EvaluationMetrics], None]
     """Called on the first rank with each new result of `keel evaluate`, by whomever it was run."""
+    are_left: bool = False
+    """Whether something is left to the next launch, or to this one after it has gone back; the first rank knows."""
     _due: deque[_Due] = field(default_factory=deque)
     _running: "tuple[_Due, subprocess.Popen[bytes]] | None" = None
     _seen: int | None = None
     """The step of the newest checkpoint whose commands are queued."""
-    _is_abandoned: bool = False
-    """Whether the run ends what runs, until it begins again."""
     _recorded: set[tuple[int, float]] | None = None
     """Step and time of the evaluations that metrics.jsonl has; None: not known yet."""
 
@@ -90,7 +90,7 @@ class Commands:
         """
         self._seen = None
         self._recorded = None
-        self._is_abandoned = False
+        self.are_left = False
         step = self.committed()
         on_rank_zero(None, lambda: self._prepare(step))
 
@@ -143,7 +143,7 @@ class Commands:
             time.sleep(0.05)
 
     def _abandon(self) -> None:
-        self._is_abandoned = True
+        self.are_left = True
         while self._due:
             self._due.popleft().lock.release()
         if self._running:
@@ -217,7 +217,8 @@ class Commands:
             self.console.line(f"{due}: done")
             return
         shutil.rmtree(output, ignore_errors=True)
-        if self._is_abandoned or self.stop:
+        if self.are_left or self.stop:
+            self.are_left = True
             self.console.line(f"{due}: interrupted; the next launch runs it")
             return
         log = output.with_suffix(LOG)

@@ -171,8 +171,10 @@ class Trainer:
             is_done = self.run.step >= n_steps and not self.awaits_validation
             self.checkpoints.close()
         self.commands.finish(is_done)
+        # Whether a stop has ended commands, as the first rank knows.
+        are_left = bool(self.learner.mesh.max_over_all(torch.tensor(int(self.commands.are_left))))
         self._close()
-        return "done" if is_done else "preempted"
+        return "done" if is_done and not are_left else "preempted"
 
     @property
     def run(self) -> RunState:

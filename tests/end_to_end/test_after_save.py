@@ -148,6 +148,21 @@ def test_what_a_stop_interrupts_the_next_launch_runs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_stop_after_the_last_step_asks_for_another_launch(tmp_path, ranks):
+    """Exit code 0 would say that nothing is left to do; the next launch has only the command to run."""
+    process = start(tmp_path, as_words(*after_save(task=(SLEEP, 10)), *saving(10, 10)), ranks)
+    run = tmp_path / "run"
+    wait_until(process, (run / "pid").exists)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).code == (1 if ranks else 75)  # torchrun's own
+    assert status(run)["state"] == "preempted"
+    assert launch_here(tmp_path, *after_save(task=(COPY, 10)), *saving(10, 10)) == 0
+    assert status(run)["state"] == "done"
+    assert steps_in(run / "after_save/task") == [10]
+
+
+@pytest.mark.slow
 def test_a_command_ends_with_a_run_that_is_killed(tmp_path):
     process = start(tmp_path, as_words(*after_save(task=SLEEP), *saving(5, 10)))
     wait_until(process, (tmp_path / "run/pid").exists)
