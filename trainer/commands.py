@@ -209,8 +209,9 @@ class Commands:
         assert self._running is not None
         (due, process) = self._running
         self._running = None
-        due.lock.release()
         code = process.returncode
+        if code == 0 or not self.stop:  # otherwise the stop's save must leave the checkpoint to the next launch
+            due.lock.release()
         output = self._output(due)
         if code == 0:
             output.rename(step_folder(output.parent, due.step))

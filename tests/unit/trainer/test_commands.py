@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from checkpoint.lock import BeingRead, not_being_read
 from checkpoint.manifest import MANIFEST_NAME, step_folder, steps_in
 from configs.load import load
 from trainer import commands
@@ -93,6 +94,13 @@ class Launch:
         os.killpg(process.pid, number)
         process.wait(timeout=20)
 
+    def is_kept(self, step: int) -> bool:
+        try:
+            with not_being_read(step_folder(self.run / "checkpoints", step)):
+                return False
+        except BeingRead:
+            return True
+
     def has_run(self, name: str = "task") -> list[int]:
         return steps_in(self.run / "after_save" / name)
 
@@ -159,6 +167,8 @@ def test_a_signal_to_all_processes_of_the_job_begins_no_other_command(tmp_path):
     launch.commands.poll()
     assert launch.said == ["task after step 5: interrupted; the next launch runs it"]
     assert launch.commands._running is None
+    # The stop's save, which is still to come, would remove a checkpoint that nothing needs.
+    assert [step for step in (5, 10) if launch.is_kept(step)] == [5, 10]
     launch.commands.finish(is_done=False)
     resumed = Launch(tmp_path, "true")
     resumed.commands.finish(is_done=True)
