@@ -8,6 +8,7 @@ training continues. What a stop interrupts, the next launch runs again.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -210,6 +211,9 @@ class Commands:
         (due, process) = self._running
         self._running = None
         code = process.returncode
+        if code < 0:
+            with suppress(OSError):  # it is gone; otherwise it would write on, and outlive the run
+                os.killpg(process.pid, signal.SIGKILL)
         if code == 0 or not self.stop:  # otherwise the stop's save must leave the checkpoint to the next launch
             due.lock.release()
         output = self._output(due)

@@ -184,6 +184,20 @@ def test_a_command_that_ignores_a_signal_to_all_processes_ends(tmp_path, number)
     assert ends(pid)
 
 
+def test_a_command_that_has_lost_the_process_beside_the_run_ends(tmp_path):
+    """It would go on writing to its output, which is removed, and outlive the run."""
+    launch = Launch(tmp_path, DEAF)
+    launch.save(5)
+    pid = launch.process_of_the_command()
+    assert launch.commands._running is not None
+    (_, process) = launch.commands._running
+    process.kill()
+    process.wait(timeout=20)
+    launch.commands.poll()
+    assert "signal 9 ended it" in launch.said[0]
+    assert ends(pid)
+
+
 def test_a_stop_ends_what_the_command_has_started_in_another_session(tmp_path):
     launch = Launch(tmp_path, ELSEWHERE)
     launch.save(5)
