@@ -102,8 +102,12 @@ class Commands:
             if aside := set_aside(folder, step):
                 log(f"what belongs to steps that this run does not resume from was moved to {aside}")
 
-    def poll(self) -> None:
-        """Begin what is due and report what has ended; never waits. Call it before a save removes old checkpoints."""
+    def poll(self, only_queues: bool = False) -> None:
+        """Begin what is due and report what has ended; never waits. Call it before a save removes old checkpoints.
+
+        Args:
+            only_queues: queue what is due, which keeps its checkpoint, and nothing else.
+        """
         if dist.get_rank() > 0:
             return
         committed = self.committed()
@@ -115,6 +119,8 @@ class Commands:
                 self._seen = committed  # also if the disk refuses: the next launch then runs what is missing
                 for command in self.config.checkpoint.after_save:
                     self._queue(command, seen, committed)
+            if only_queues:
+                return
             if has_ended:
                 self._end()
             if self._due and not self._running and not self.stop:

@@ -17,6 +17,7 @@ from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.mesh import Mesh
+from trainer.commands import Commands
 from trainer.data.loader import DataLoader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.guards.agreement import on_all_ranks
@@ -57,6 +58,7 @@ class Saver:
     folder: Path
     """The run folder."""
     checkpoints: CheckpointManager
+    commands: Commands
     learner: Learner
     progress: Progress
     validation: Validation
@@ -141,6 +143,8 @@ class Saver:
                 self.console.line(
                     f"{reason}: saving the state of step {after.step} while step {after.step + 1} is computed"
                 )
+                self.checkpoints.wait()
+                self.commands.poll(only_queues=True)  # this save may remove the one that was under way
                 self._save(after, loader, own_data, validation_loss, group)
             else:
                 self.console.line(f"{reason}: there is nothing new to save until the first step of this launch ends")

@@ -117,6 +117,7 @@ class Trainer:
         self.saver = Saver(
             config.job.folder,
             self.checkpoints,
+            self.commands,
             self.learner,
             self.progress,
             self.validation,

@@ -180,6 +180,15 @@ def test_a_save_that_is_under_way_is_let_end(ranks, tmp_path):
     assert (seen["status"]["state"], seen["status"]["step"], seen["steps"]) == ("preempted", 2, [2])
 
 
+def test_a_checkpoint_whose_commands_are_not_queued_yet_is_kept_for_the_next_launch(ranks, tmp_path):
+    """Its save is under way until the stop's, with which only one is kept by checkpoint.keep_last."""
+    command = '{name="task",command="true",every=4}'
+    words = f"--checkpoint.interval 2 --checkpoint.keep_last 1 --checkpoint.after_save [{command}]"
+    results = ranks(2, stop_in, str(tmp_path / "run"), f"{SOON} {words}", 6, AFTER_FORWARD)
+    assert [(state, step) for state, step, _ in results] == [("preempted", 6)] * 2
+    assert results[1][2]["steps"] == [4, 5]
+
+
 @pytest.mark.slow
 def test_a_launchs_first_step_has_nothing_to_save(ranks, tmp_path):
     results = ranks(2, stop_in, str(tmp_path / "run"), SOON, 1, AFTER_FORWARD)
