@@ -118,11 +118,15 @@ class BeingRead(UserError):
     """A checkpoint can't be removed, because it is being read."""
 
 
+class BeingRemoved(UserError):
+    """A checkpoint can't be kept, because it is being removed."""
+
+
 class ReadLock:
     """Keeps the checkpoint `folder` until `release`, or as a context. Does nothing if it is not a checkpoint.
 
     Raises:
-        UserError: the checkpoint is being removed.
+        BeingRemoved: the checkpoint is being removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +137,7 @@ class ReadLock:
             return
         if not try_lock(self._descriptor, fcntl.LOCK_SH) or not is_at(self._descriptor, folder / MANIFEST_NAME):
             self.release()
-            raise UserError(f"checkpoint {folder} is being removed, since it is no longer kept; choose a newer one")
+            raise BeingRemoved(f"checkpoint {folder} is being removed, since it is no longer kept; choose a newer one")
 
     def release(self) -> None:
         """Release the checkpoint; may be called repeatedly."""

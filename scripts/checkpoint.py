@@ -26,7 +26,7 @@ from checkpoint import manifest as manifests
 from checkpoint.bucket_storage import local_copy, put_as_saves_do, taken, with_tensors
 from checkpoint.find import find_checkpoint, require_run
 from checkpoint.folder import to_be_pruned
-from checkpoint.lock import BeingRead, lock
+from checkpoint.lock import BeingRead, BeingRemoved, ReadLock, lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, damaged, read_manifest, step_folder, steps_in
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
@@ -111,8 +111,12 @@ def verify(options: argparse.Namespace, console: Console) -> int:
     for folder in folders:
         started = time.perf_counter()
         try:
-            manifest = check(with_tensors(folder))
+            with ReadLock(folder):  # a run that trains would remove it meanwhile
+                manifest = check(with_tensors(folder))
         except UserError as error:
+            if not is_one and (isinstance(error, BeingRemoved) or not exists(folder)):
+                console.line(f"{folder}: is no longer there: the run has removed it, or gone back")
+                continue
             n_damaged += 1
             console.error(str(error))
             continue
@@ -138,7 +142,8 @@ def diff(options: argparse.Namespace, console: Console) -> int:
     ]
     if rows:
         console.table("Config and history", rows)
-    tensors = [(difference.name, difference.what) for difference in compare(first, second)]
+    with ReadLock(first), ReadLock(second):  # a run that trains would remove them meanwhile
+        tensors = [(difference.name, difference.what) for difference in compare(first, second)]
     if tensors:
         console.table("Tensors", tensors)
     if not rows and not tensors:

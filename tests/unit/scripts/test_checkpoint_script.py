@@ -3,7 +3,11 @@
 import pytest
 import torch.distributed as dist
 
+from checkpoint import compare as comparison
+from checkpoint import verify as verification
+from checkpoint.lock import BeingRead, not_being_read
 from checkpoint.manifest import read_manifest, step_folder, steps_in
+from checkpoint.storage import FolderStorage
 from scripts.checkpoint import main
 from tests.forbidden import refuse_to_list
 from tests.torture.damage import make_manager, state
@@ -88,6 +92,44 @@ def test_verify(run, capsys):
     assert "; trainer.json has changed" in told.err.replace("\n", " ")
     assert told.out.count("files verified") == 5
     assert script("verify", run / "nowhere") == 1
+
+
+def test_verify_beside_a_run_that_removes_checkpoints(run, capsys, monkeypatch):
+    """What the run no longer keeps is not damaged, and what is being read is kept."""
+
+    def while_the_run_saves(folder):
+        if folder == of(run, 1):
+            FolderStorage().remove(of(run, 4))
+            of(run, 5).rename(run / "left by a rewind")
+            with pytest.raises(BeingRead):
+                FolderStorage().remove(folder)
+        return check(folder)
+
+    check = verification.check
+    monkeypatch.setattr(verification, "check", while_the_run_saves)
+    with not_being_read(of(run, 2)):  # the run is about to remove that one
+        assert script("verify", run) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert told.out.count("files verified") == 2
+    gone = [line.split(":")[0][-1] for line in told.out.splitlines() if "is no longer there" in line]
+    assert gone == ["2", "4", "5"]
+
+
+def test_verify_of_one_that_is_being_removed_is_a_failure(run):
+    with not_being_read(of(run, 2)):
+        assert script("verify", of(run, 2)) == 1
+
+
+def test_diff_keeps_what_it_reads(run, monkeypatch):
+    def while_the_run_saves(*folders):
+        for folder in folders:
+            with pytest.raises(BeingRead):
+                FolderStorage().remove(folder)
+        return iter(())
+
+    monkeypatch.setattr(comparison, "compare", while_the_run_saves)
+    assert script("diff", of(run, 2), of(run, 3)) == 1
 
 
 def test_diff(run, capsys):
