@@ -144,6 +144,8 @@ class CheckpointManager:
         self._times_gone_back = 0
         self._initialized_from: Origin | None = None
         self._run_changes: list[RunChange] = []
+        self._may_prune = True
+        """Whether older checkpoints than the newest are not needed for its sake."""
         self._failures: list[SaveFailed] = []
         """Failures since the last save that succeeded."""
 
@@ -411,7 +413,8 @@ class CheckpointManager:
         self._require_readable(save.unfinished, files)
         manifest, notes = on_rank_zero(self._group, lambda: self._commit(save, files))
         seconds = time.perf_counter() - save.started
-        if save.prune and not notes:  # if a power cut may still undo the rename, older checkpoints are needed
+        self._may_prune = save.prune and not notes  # if a power cut may undo the rename, older checkpoints are needed
+        if self._may_prune:
             notes = on_rank_zero(self._group, self._prune)
         return Saved(manifest_of(manifest), seconds, notes)
 
@@ -435,6 +438,16 @@ class CheckpointManager:
             n_bytes = sum(entry.size for entry in files.values())
             raise save_failed(self._storage, save.unfinished, error, n_bytes) from None
         return [asdict(manifest), notes]
+
+    def prune(self) -> None:
+        """Remove what a save has left because it was being read. Call it on each rank, also after `close`.
+
+        Raises:
+            Superseded: there is a newer launch.
+        """
+        if dist.get_rank() == 0 and self._may_prune:
+            for line in self._prune():
+                self._log.line(line)
 
     def _prune(self) -> list[str]:
         """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""

@@ -174,6 +174,8 @@ class Trainer:
         self.commands.finish(is_done)
         # Whether a stop has ended commands, as the first rank knows.
         are_left = bool(self.learner.mesh.max_over_all(torch.tensor(int(self.commands.are_left))))
+        if is_done and not are_left and self.config.checkpoint.after_save:
+            self.checkpoints.prune()  # no save comes that removes what commands have kept until now
         self._close()
         return "done" if is_done and not are_left else "preempted"
 

@@ -49,6 +49,22 @@ def test_retention_leaves_what_is_read_and_removes_it_later(tmp_path):
     assert steps_in(tmp_path) == [4]
 
 
+@pytest.mark.parametrize(("may_prune", "left"), [(True, [2]), (False, [1, 2])])
+def test_what_the_last_save_has_left_is_removed_once_nobody_reads_it(tmp_path, may_prune, left):
+    with process_group():
+        manager = make_manager(tmp_path, keep_last=1)
+        manager.resume(state())
+        manager.begin_lineage()
+        manager.save(1, state(), {"tokens": 7})
+        with ReadLock(step_folder(tmp_path, 1)):
+            manager.save(2, state(), {"tokens": 7}, prune=may_prune)
+            manager.close()
+            manager.prune()
+            assert steps_in(tmp_path) == [1, 2]
+        manager.prune()
+    assert steps_in(tmp_path) == left
+
+
 def test_the_script_leaves_what_is_read_alone(tmp_path, capsys):
     save(tmp_path / "checkpoints", 1, 2, 3)
     aside = tmp_path / "checkpoints" / "abandoned-001"
