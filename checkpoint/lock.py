@@ -118,18 +118,21 @@ class BeingRead(UserError):
     """A checkpoint can't be removed, because it is being read."""
 
 
-class BeingRemoved(UserError):
-    """A checkpoint can't be kept, because it is being removed."""
+class Gone(UserError):
+    """A checkpoint is being removed, or was moved while it was read."""
 
 
 class ReadLock:
     """Keeps the checkpoint `folder` until `release`, or as a context. Does nothing if it is not a checkpoint.
 
+    Nothing keeps a run from moving it, when that goes back: errors in the context are then that, and no damage.
+
     Raises:
-        BeingRemoved: the checkpoint is being removed.
+        Gone: the checkpoint is being removed.
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
             self._descriptor: int | None = os.open(folder / MANIFEST_NAME, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
@@ -137,7 +140,7 @@ class ReadLock:
             return
         if not try_lock(self._descriptor, fcntl.LOCK_SH) or not is_at(self._descriptor, folder / MANIFEST_NAME):
             self.release()
-            raise BeingRemoved(f"checkpoint {folder} is being removed, since it is no longer kept; choose a newer one")
+            raise Gone(f"checkpoint {folder} is being removed, since it is no longer kept; choose a newer one")
 
     def release(self) -> None:
         """Release the checkpoint; may be called repeatedly."""
@@ -148,8 +151,11 @@ class ReadLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
+        has_left = self._descriptor is not None and not is_at(self._descriptor, self._folder / MANIFEST_NAME)
         self.release()
+        if has_left and isinstance(error, (UserError, OSError)):
+            raise Gone(f"checkpoint {self._folder} is no longer there: its run has gone back, or was moved") from None
 
 
 @contextmanager

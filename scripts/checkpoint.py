@@ -26,7 +26,7 @@ from checkpoint import manifest as manifests
 from checkpoint.bucket_storage import local_copy, put_as_saves_do, taken, with_tensors
 from checkpoint.find import find_checkpoint, require_run
 from checkpoint.folder import to_be_pruned
-from checkpoint.lock import BeingRead, BeingRemoved, ReadLock, lock
+from checkpoint.lock import BeingRead, Gone, ReadLock, lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, damaged, read_manifest, step_folder, steps_in
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
@@ -114,7 +114,7 @@ def verify(options: argparse.Namespace, console: Console) -> int:
             with ReadLock(folder):  # a run that trains would remove it meanwhile
                 manifest = check(with_tensors(folder))
         except UserError as error:
-            if not is_one and (isinstance(error, BeingRemoved) or not exists(folder)):
+            if not is_one and (isinstance(error, Gone) or not exists(folder)):
                 console.line(f"{folder}: is no longer there: the run has removed it, or gone back")
                 continue
             n_damaged += 1

@@ -12,8 +12,8 @@ import pytest
 from checkpoint import storage
 from checkpoint.export import hf_export
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
-from checkpoint.lock import BeingRead, ReadLock
-from checkpoint.manifest import step_folder, steps_in
+from checkpoint.lock import BeingRead, Gone, ReadLock
+from checkpoint.manifest import read_manifest, step_folder, steps_in
 from checkpoint.reader import Log
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
@@ -63,6 +63,24 @@ def test_what_the_last_save_has_left_is_removed_once_nobody_reads_it(tmp_path, m
             assert steps_in(tmp_path) == [1, 2]
         manager.prune()
     assert steps_in(tmp_path) == left
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_one_that_its_run_leaves_while_it_is_read_is_not_called_damaged(tmp_path, is_saved_again):
+    """A rewind moves it, and saves another one of the same step, perhaps."""
+    folder = step_folder(tmp_path, 1)
+
+    def read_while_the_run_goes_back():
+        with ReadLock(folder):
+            folder.rename(tmp_path / "abandoned")
+            if is_saved_again:
+                save(tmp_path, 1)
+                (folder / "trainer.json").unlink()
+            read_manifest(folder)
+
+    save(tmp_path, 1)
+    with pytest.raises(Gone, match="step-00000001 is no longer there: its run has gone back"):
+        read_while_the_run_goes_back()
 
 
 def test_the_script_leaves_what_is_read_alone(tmp_path, capsys):
