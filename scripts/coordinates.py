@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
 from configs.files import write_atomically, write_json
 from configs.load import LoadedConfig, find_job_file, load
 from scripts.command import (
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dim in options.dims:  # nor does a width that the job can't have
             widened(job, overrides, dim, with_mup=True)
         loaded = load(job, overrides, 1)
+        _require_one_stage(loaded, loaded.config.training.steps if options.rates else options.steps or _STEPS)
         kind = "rates" if options.rates else "coordinates"
         output = options.output or Path("runs") / f"{kind}-{loaded.config.job.name}.svg"
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_json(options.json, found)
 
     return run_command(work, "stopped; nothing is kept")
+
+
+def _require_one_stage(job: LoadedConfig, steps: int) -> None:
+    """Raise ConfigError if another stage of the job begins within its first `steps` steps."""
+    for stage in job.later_stages:
+        if stage.border.after < steps:
+            after = stage.border.after
+            raise ConfigError(f"only the first of the job's [[stages]] is trained here, so take at most {after} steps")
 
 
 Found = tuple[dict[str, Any], list[str], str]
@@ -116,8 +125,7 @@ def _check(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
     sizes: dict[bool, dict[int, list[dict[str, float]]]] = {form: {} for form in FORMS}
     for with_mup, name in FORMS.items():
         for dim in options.dims:
-            config = widened(job, overrides, dim, with_mup).config
-            found = sizes[with_mup][dim] = activation_sizes(config, mesh, steps)
+            found = sizes[with_mup][dim] = activation_sizes(widened(job, overrides, dim, with_mup), mesh, steps)
             if len(found) <= steps or not all(0 < size < math.inf for each in found for size in each.values()):
                 raise UserError(
                     f"{name}, dim {dim}: within {steps} steps, the loss or an activation became 0 or left the finite "
@@ -171,7 +179,7 @@ def _sweep(options: argparse.Namespace, job: str, overrides: Sequence[str], mesh
             found = losses[name][dim] = {}
             for rate in options.rates:
                 words = (*overrides, "--optimizer.lr", repr(rate))
-                found[rate] = final_loss(widened(job, words, dim, with_mup).config, mesh)
+                found[rate] = final_loss(widened(job, words, dim, with_mup), mesh)
                 console.line(f"{name}, dim {dim}, lr {rate:g}: {found[rate]:.4f}")
             numbers = "".join(f"{loss:>10.4f}" for loss in found.values())
             lines.append(f"{f'dim {dim}':14}{numbers}{_optimum(found):>10.2g}")

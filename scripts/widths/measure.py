@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema import Config
+from configs.load import LoadedConfig
 from parallelisms.mesh import Mesh
 from trainer.data.loader import build_loader
-from trainer.lr_schedule import learning_rate
+from trainer.lr_schedule import learning_rate_of
 from trainer.step import Learner, build_learner
 
 KINDS = ("embedding", "attention scores", "attention", "feed-forward", "last block", "logits")
@@ -22,7 +22,7 @@ Sizes = dict[str, float]
 """Mean absolute value by kind."""
 
 
-def activation_sizes(config: Config, mesh: Mesh, steps: int) -> list[Sizes]:
+def activation_sizes(job: LoadedConfig, mesh: Mesh, steps: int) -> list[Sizes]:
     """The sizes of activations on the first sequences, before the first step and after each of `steps` steps."""
     found: list[Sizes] = []
     first: list[Tensor] = []
@@ -31,19 +31,19 @@ def activation_sizes(config: Config, mesh: Mesh, steps: int) -> list[Sizes]:
         first[:] = first or [tokens.clone()]
         found.append(_sizes_of(learner.stages[0], first[0]))
 
-    _train(config, mesh, steps, look)
+    _train(job, mesh, steps, look)
     return found
 
 
-def final_loss(config: Config, mesh: Mesh) -> float:
+def final_loss(job: LoadedConfig, mesh: Mesh) -> float:
     """The mean loss of the last tenth of the job's steps; nan if it has left the finite numbers."""
-    losses = _train(config, mesh, config.training.steps, lambda learner, tokens: None)
+    losses = _train(job, mesh, job.config.training.steps, lambda learner, tokens: None)
     return fmean(losses[-max(1, len(losses) // 10) :])
 
 
-def _train(config: Config, mesh: Mesh, steps: int, look: Callable[[Learner, Tensor], None]) -> list[float]:
+def _train(job: LoadedConfig, mesh: Mesh, steps: int, look: Callable[[Learner, Tensor], None]) -> list[float]:
     """Train, and call `look` before the first step and after each; returns the losses, until one is not finite."""
-    learner = build_learner(config, mesh)
+    learner = build_learner(job.config, mesh)
     loader = build_loader(learner.config, 0, 1, start_sample=0)
     losses: list[float] = []
     try:
@@ -51,8 +51,8 @@ def _train(config: Config, mesh: Mesh, steps: int, look: Callable[[Learner, Tens
             look(learner, micro_batches[0].tokens)
             if step == steps:
                 break
-            lr = learning_rate(config.lr_schedule, config.optimizer.lr, step)
-            losses.append(learner.step(micro_batches, lr).result().loss)
+            learner.freeze(step)
+            losses.append(learner.step(micro_batches, learning_rate_of(job.stages[0], step + 1)).result().loss)
             if not math.isfinite(losses[-1]):
                 return [math.nan]
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import coordinates
-from tests.end_to_end.launch import TINY
+from tests.end_to_end.launch import TINY, launch_here, records
 
 JOB = (str(TINY), "--model.n_kv_heads", "4", "--model.head_dim", "8", "--lr_schedule.warmup_steps", "0")
 
@@ -66,6 +66,38 @@ def test_rates_are_compared_at_each_width(capsys, tmp_path):
     for form, by_dim in losses.items():
         assert list(by_dim["16"]) == ["0.0001", "0.01"]
         assert all(found["best"][form][dim] == float(min(each, key=each.get)) for dim, each in by_dim.items())
+
+
+def test_a_width_is_trained_as_a_run_of_the_job(capsys, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text(f"""
+        base = "{TINY}"
+        [training]
+        steps = 6
+        [optimizer]
+        groups = [{{ pattern = "layers.*", freeze_until_step = 3 }}]
+        [lr_schedule]
+        warmup_steps = 0
+        total_steps = "none"
+        warmup_tokens = 256
+        total_tokens = 1024
+    """)
+    assert launch_here(tmp_path, config=job) == 0
+    words = (str(job), "--dims", "32,64", "--rates", "1e-2,1e-3", "--json", "found.json")
+    code, printed = run(capsys, *words)
+    assert code == 0, printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["losses"]["without muP"]["32"]["0.01"] == records(tmp_path / "run")[-1]["loss"]
+
+
+def test_a_stage_that_would_be_left_out_is_refused(capsys, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text(f'base = "{TINY}"\nstages = [{{ at_step = 4, optimizer.lr = 1e-3 }}]\n')
+    message = "only the first of the job's [[stages]] is trained here, so take at most 4 steps"
+    for words in (("--rates", "1e-2,1e-3"), ()):  # 20 steps, and 5
+        code, printed = run(capsys, str(job), "--dims", "32,64", *words)
+        assert code == 78
+        assert message in printed
 
 
 @pytest.mark.parametrize(
