@@ -76,8 +76,8 @@ def code_of(path: str) -> Any:
     if path not in _admitted:
         raise ConfigError(
             f'"{path}" is code of a job\'s own, and Keel runs no code that a checkpoint or a run folder names; name it '
-            "yourself: in the job file, or on the command line by the key that has it, such as "
-            f'--model.architecture "{path}"'
+            "yourself: in the job file, or on the command line by the key that has it, as in --model.architecture "
+            f"{EXAMPLE}"
         )
     return _admitted[path]
 

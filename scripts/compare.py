@@ -21,7 +21,10 @@ from checkpoint.manifest import read_manifest
 from configs.errors import ConfigError, UserError
 from configs.files import is_file, is_folder, write_json
 from configs.load import LoadedConfig, find_job_file, load
+from configs.own_code import is_import_path
+from configs.reading import overrides
 from configs.run_stages import stage_of
+from configs.schema import Config
 from scripts.command import (
     end,
     folder_argument,
@@ -116,8 +119,15 @@ def _trained(options: argparse.Namespace, words: list[str], launch: Launch, cons
             own = arm.with_seed(seed, folder)
             train(own.load(options.ranks), [own.file, *own.words], folder, options.ranks, launch, console)
             side.folders.append(folder)
-            side.scores.append(_score(folder, [], options.ranks, launch))
+            side.scores.append(_score(folder, _code_of(scored[number]), options.ranks, launch))
     return sides
+
+
+def _code_of(config: Config) -> list[str]:
+    """The keys by which a job names code of its user's own, which `keel score` does not take from the run folder."""
+    named = {"model.architecture": config.model.architecture, "optimizer.name": config.optimizer.name}
+    named |= {f"validation.sources.{n}.kind": source.kind for n, source in enumerate(config.validation.sources)}
+    return list(overrides.words({key: name for key, name in named.items() if is_import_path(name)}))
 
 
 def _finished(options: argparse.Namespace, words: list[str], launch: Launch, console: Console) -> list[Side]:

@@ -101,7 +101,7 @@ def reproduce(
 
     with temporary_folder("keel-reproduce-") as temporary:
         folder = temporary.resolve()
-        planned = read(file, steps).plan(checkpoint, folder)
+        planned = read(file, steps).plan(checkpoint, folder, words)
         begin = planned.checkpoint or "the initial weights"
         compared = ", ".join(map(str, sorted(planned.steps)))
         console.line(f"{file}: computing steps again, from {begin}, to compare the steps {compared}")

@@ -66,8 +66,13 @@ class Reproduction:
         head = {"keel_reproduce": 1, "begin": self.begin, "seal": self.seal, "first_sample": self.first_sample}
         return json.dumps(head | {"launch": launch, "steps": steps}) + "\n"
 
-    def plan(self, checkpoint: Path | None, folder: Path) -> Plan:
-        """What is to be computed, in a folder that gets the job file; `checkpoint` is that of step `begin`.
+    def plan(self, checkpoint: Path | None, folder: Path, words: Sequence[str] = ()) -> Plan:
+        """What is to be computed, in a folder that gets the job file.
+
+        Args:
+            checkpoint: that of step `begin`; None: it begins with the initial weights.
+            folder: gets the job file.
+            words: keys of the job and their values, by which a user names a model of their own.
 
         Raises:
             KeelError: it is missing, or another one, or the job is not one of this Keel.
@@ -78,7 +83,7 @@ class Reproduction:
         if checkpoint and seal_of(checkpoint) != self.seal:
             raise UserError(f"{checkpoint} is another checkpoint than that of step {self.begin} which the file names")
         (folder / JOB_NAME).write_text(self.launch.job)
-        shapes = skeleton(load(str(folder / JOB_NAME), is_stored=True).config.model).shapes
+        shapes = skeleton(load(str(folder / JOB_NAME), words, is_stored=True).config.model).shapes
         parameters = [(name, prod(shape)) for name, shape in shapes.items()]
         launch = replace(self.launch, parameters=parameters)
         if not all(step.is_of(launch) for step in self.steps):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from checkpoint.storage import FolderStorage
+from configs import own_code
 from configs.errors import UserError
 from scripts import compare, fork, score
 from scripts.comparison import runs
@@ -234,6 +235,22 @@ def test_runs_with_stages_are_scored_as_they_were_validated(tmp_path):
     assert abs(losses[1] - losses[0]) > 1e-6
     assert score.main([str(tmp_path / "one"), "--model.rope_theta", "900.0"]) == 0
     assert abs(np.mean(read_scores(tmp_path / "one").losses) - losses[0]) > 1e-6
+
+
+def test_code_that_the_job_names_is_named_to_what_scores_its_runs(tmp_path, monkeypatch):
+    """The command that scores is a process of its own, which takes no code from a run folder."""
+
+    def launch(command):
+        with monkeypatch.context() as other_process:
+            other_process.setattr(own_code, "_admitted", {})
+            return launch_here(command)
+
+    words = (*SWEEP, "--optimizer.name", "torch.optim:Adamax", "--validation.interval", "2", "--training.steps", "2")
+    code, report, _ = run_compare(tmp_path, *words, "--seeds", "1", launch=launch)
+    assert code == 0
+    losses = [config["losses"] for config in report["configs"]]
+    folders = sorted((tmp_path / "runs").glob("*/seed-0"))
+    assert losses == [[pytest.approx(records(folder)[-1]["validation_loss"], rel=1e-6)] for folder in folders]
 
 
 def test_another_micro_batch_scores_the_same_sequences(experiment, tmp_path):

@@ -99,6 +99,19 @@ def test_commands_work_on_it(folder):
 
 
 @pytest.mark.slow
+def test_a_run_is_computed_again_from_its_file_with_the_model_named(folder):
+    words = f"{TEXT} --training.steps 2 --metrics.fingerprint true --job.output_dir recorded"
+    launch(folder, words, config=folder / "my_model.toml")
+    assert keel(folder, "reproduce", "recorded", "--write", "recorded.json").code == 0
+    refused = keel(folder, "reproduce", "recorded.json")
+    assert refused.code == 78
+    assert "by the key that has it, as in --model.architecture module:Class" in refused.out + refused.err
+    again = keel(folder, "reproduce", "recorded.json", "--model.architecture", "my_model:GPT2")
+    assert again.code == 0, again.out + again.err
+    assert "equal in bits: steps 1 to 2" in again.out
+
+
+@pytest.mark.slow
 def test_no_command_runs_code_that_a_run_folder_names(folder, tmp_path):
     """The module writes a file when it is imported; a job that names another module does not import it either."""
     for name in ("runs", "data", "my_model.toml"):
