@@ -149,8 +149,9 @@ def _require_effect(overrides: Sequence[str], job: LoadedConfig, step: int) -> N
     """Raise ConfigError if a stage that has begun sets what the command line sets for the stages before it."""
     present = stage_of(job.stages, step + 1).layers
     for flag, _ in split_flags(overrides):
-        if flag in job.layers.origins.values() and flag not in present.origins.values():
-            path = key_path(flag.removeprefix("--"))
+        path = key_path(flag.removeprefix("--"))
+        is_of_all = path[0] != "stages" and flag in job.layers.origins.values()
+        if is_of_all and flag not in present.origins.values():
             where = present.where(path)
             table = next(stage.border.table for stage in job.stages if stage.layers.where(path) == where)
             raise ConfigError(
