@@ -154,7 +154,7 @@ class ReadLock:
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         has_left = self._descriptor is not None and not is_at(self._descriptor, self._folder / MANIFEST_NAME)
         self.release()
-        if has_left and isinstance(error, (UserError, OSError)):
+        if has_left and isinstance(error, (UserError, OSError)) and not isinstance(error, Gone):
             raise Gone(f"checkpoint {self._folder} is no longer there: its run has gone back, or was moved") from None
 
 

@@ -15,7 +15,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import find_model
-from checkpoint.lock import FolderInUse, ReadLock, lock
+from checkpoint.lock import FolderInUse, Gone, ReadLock, lock
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, seal_of
 from configs.errors import UserError
 from configs.files import exists, is_file, write_json
@@ -77,7 +77,7 @@ def _evaluate(model: Path, options: argparse.Namespace, console: Console) -> Non
     if run is None or step is None:
         console.line(f"written to {options.json}" if options.json else "recorded nowhere; --json FILE writes it")
     elif _seal_at(model) != seal:
-        raise UserError(f"the result is not recorded: meanwhile {run} has gone back, and {model} is no longer its own")
+        raise Gone(f"the result is not recorded: meanwhile {run} has gone back, and {model} is no longer its own")
     else:
         write_result(run, step, scores)
         _record(run, console)
