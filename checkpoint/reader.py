@@ -292,7 +292,7 @@ class Reader:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 
         The average of the weights is left out where only one side has it, or both have another kind, as
-        job.allow_run_change allows; it then begins anew.
+        job.allow_run_change allows. The run's average then begins anew.
         """
         saved = found.metadata.state_dict_metadata
         is_alike = UPDATES in saved and UPDATES in state

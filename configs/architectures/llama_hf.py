@@ -102,7 +102,7 @@ def _write_windows(model: Any) -> dict[str, Any]:
 
 
 def _read_windows(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """The keys from `layer_types`, or for a class that repeats layers in a `pattern`, from that."""
+    """The keys from `layer_types`; without it, every `pattern`-th layer has full attention (0: none has)."""
     kinds = config.get("layer_types")
     n = pattern if kinds is None else _every_named(kinds)
     window = config.get("sliding_window", 4096)
@@ -121,7 +121,7 @@ def _every_named(kinds: Any) -> int:
 
 
 def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The window of every layer; but with `layer_types` transformers takes it for a Ministral, which may mix kinds."""
+    """The window of every layer. With `layer_types`, transformers builds a Ministral instead, which may mix kinds."""
     keys = _read_windows(config, 0)
     if keys.get("window_pattern"):
         raise ValueError("layer_types has layers of two kinds, as Ministral has")
