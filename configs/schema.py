@@ -118,7 +118,7 @@ class Prepare(Table):
     source on this machine)."""
     output: str
     """Folder for the token files: OUTPUT/train and OUTPUT/validation; created if it does not exist."""
-    validation_fraction: Fraction = 0.0
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the documents, chosen by a hash of their content, that goes to OUTPUT/validation."""
     max_bad_files: NonNegativeInt = 0
     """Number of unreadable files and lines that may be skipped (each is named); more are an error."""

@@ -67,8 +67,6 @@ def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
         return
     if not prepare.input:
         yield "data.prepare.input", "input is empty; give files, folders, hub:NAME or python_stdlib"
-    if prepare.validation_fraction == 1:
-        yield "data.prepare.validation_fraction", "validation_fraction 1 leaves nothing to train on"
     if prepare.prompt_key and prepare.mask_until:
         yield "data.prepare.prompt_key", "prompt_key and mask_until both say what gives loss; leave one out"
     if prepare.prompt_key == prepare.text_key:

@@ -298,10 +298,6 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         (SOURCE % ("synthetic", "},{name='s',kind='synthetic'"), 'duplicate source name "s"'),
         ("tokenizer.path=t data.prepare={input=[],output='b'}", "input is empty"),
         (
-            "tokenizer.path=t data.prepare={input=['a'],output='b',validation_fraction=1.0}",
-            "leaves nothing to train on",
-        ),
-        (
             "tokenizer.path=t data.prepare={input=['a'],output='b',prompt_key='p',mask_until='?'}",
             "--data.prepare: prompt_key and mask_until both say what gives loss; leave one out",
         ),
