@@ -306,9 +306,10 @@ def test_a_text_loses_its_byte_order_mark_and_nothing_else(tmp_path, packing):
         ('{\n "name": "a package"\n}\n', ['{\n "name": "a package"\n}\n']),
         ("// a comment\n[1, 2]\n", ["// a comment\n[1, 2]\n"]),
         ("[1, 2]", ["[1, 2]"]),
+        ("[]", []),  # a list of no objects
     ],
 )
-def test_a_json_file_without_records_is_a_text(tmp_path, content, found):
+def test_a_json_file_of_something_else_than_records_is_a_text(tmp_path, content, found):
     (tmp_path / "x.json").write_text(content)
     assert read_all(tmp_path / "x.json") == (found, [])
 

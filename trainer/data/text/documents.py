@@ -365,7 +365,7 @@ def _read_json(piece: Piece, keys: Keys) -> Iterable[tuple[int, object]]:
         if text.lstrip().startswith("[") and text.lstrip()[1:].lstrip().startswith("{"):
             raise
         value = None  # such as JSON with comments
-    if isinstance(value, list) and value and isinstance(value[0], dict):
+    if isinstance(value, list) and all(isinstance(first, dict) for first in value[:1]):
         return enumerate(value)
     if isinstance(value, dict) and isinstance(value.get(keys.text), str):
         return [(0, value)]
