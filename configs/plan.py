@@ -249,6 +249,9 @@ class Router(LocalWeights, Protocol):
     """Sum over these tokens of the entropy of their shares, a scalar; as above."""
     bias: Any
     """(experts,), added to the scores for the choice; None without load_balance = "bias". Moved by: load balancing."""
+    frequency: Any
+    """(experts,) float64: the tokens of the step before that chose each expert, over their mean; None unless a loss
+    evens out the load of the global batch. Set by: load balancing."""
     sum_over_sequence: Callable[[Any], Any]
     """Sums counts over the ranks that hold parts of the same sequences. Replaced by: load balancing."""
     balance_scale: float

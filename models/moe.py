@@ -14,7 +14,10 @@ Two methods keep the load even (`[model.router] load_balance`):
                                 P_i = mean over tokens of expert i's share of the scores
 
   It is summed over the layers and averaged over the sequences of the global batch. Since each sequence has its own
-  loss, the result does not depend on micro-batches or the mesh. Only P carries a gradient.
+  loss, the result does not depend on micro-batches or the mesh. Only P carries a gradient. With `auxiliary_loss_over =
+  "global_batch"` (Qiu et al. 2025, arXiv:2501.11873; Qwen3), f is that of all tokens, so that a sequence may use few
+  experts as long as others use the rest. The f of a step is known when its last micro-batch has been routed, too late
+  for the gradients of the first, so f is the step before's: it too depends on no micro-batch and no mesh.
 * `bias` (Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1; DeepSeek-V3): each expert's bias is
   added to its score for choosing experts, but not for weighting them. After each step the bias rises by
   `bias_update_rate` for experts with fewer tokens of the global batch than the mean, and falls for those with more.
@@ -65,6 +68,7 @@ class Router(nn.Module):
     """Scores the experts for each token and chooses the best."""
 
     bias: Tensor | None
+    frequency: Tensor | None
     tokens_per_expert: Tensor
     entropy: Tensor
 
@@ -75,6 +79,8 @@ class Router(nn.Module):
         self.settings = config.router
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.register_buffer("bias", torch.zeros(config.n_experts) if self.settings.has_bias else None)
+        even = torch.ones(config.n_experts, dtype=torch.float64)
+        self.register_buffer("frequency", even if self.settings.balances_global_batch else None, persistent=False)
         counts = torch.zeros(config.n_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.register_buffer("entropy", torch.zeros((), dtype=torch.float64), persistent=False)
@@ -90,9 +96,11 @@ class Router(nn.Module):
         """Called with the tokens of each expert when a load is recorded, while it is set from outside."""
 
     def init_buffers(self) -> None:
-        """Zero the bias and the counts; their dtypes do not depend on the parameters'."""
+        """Zero the bias and the counts, and take the load for even; their dtypes do not depend on the parameters'."""
         if self.bias is not None:
             self.bias = torch.zeros_like(self.bias, dtype=torch.float32)
+        if self.frequency is not None:
+            self.frequency = torch.ones_like(self.frequency, dtype=torch.float64)
         self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, dtype=torch.int64)
         self.entropy = torch.zeros_like(self.entropy, dtype=torch.float64)
 
@@ -143,7 +151,7 @@ class Router(nn.Module):
         """
         tokens = self.sum_over_sequence(tokens).to(shares.dtype)
         chosen = tokens.sum(-1, keepdim=True)  # experts_per_token * T
-        frequency = tokens * (tokens.shape[-1] / chosen)
+        frequency = tokens * (tokens.shape[-1] / chosen) if self.frequency is None else self.frequency.to(shares.dtype)
         mean_share = shares.sum(1) * (self.config.experts_per_token / chosen)
         return self.settings.auxiliary_loss_weight * (frequency * mean_share).sum()
 

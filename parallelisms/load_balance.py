@@ -2,7 +2,8 @@
 
 A model's routers see only one micro-batch on one rank. This file tells them what they need to compute the auxiliary
 loss of the whole global batch: over which ranks sequences are split, and the weight of one sequence. After each step
-the routers' counts are summed over the ranks, as exact integers, for the bias rule and for the metrics.
+the routers' counts are summed over the ranks, as exact integers, for the bias rule, for an auxiliary loss over the
+global batch, and for the metrics.
 
 In models whose routers are their own, such as Hugging Face's, modules of experts count the tokens that they are given.
 These are measured in the same way; the entropy of the routers' scores is not known there.
@@ -95,7 +96,8 @@ class LoadBalance:
 
     @torch.no_grad()
     def finish_step(self, skip: Tensor) -> None:
-        """Take over a step's counts, and update the biases unless `skip`, a scalar, is 1.; all ranks must call it."""
+        """Take over a step's counts, and what balances the next by them unless `skip`, a scalar, is 1.; all ranks must
+        call it."""
         if not self._counters:
             return
         tokens = torch.stack([counter.tokens_per_expert.double() for counter in self._counters.values()])
@@ -104,6 +106,8 @@ class LoadBalance:
         self._is_summed = False
         if is_described(self._config) and self._config.router.has_bias:
             self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
+        if is_described(self._config) and self._config.router.balances_global_batch:
+            self._keep_frequencies(skip)
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -118,6 +122,17 @@ class LoadBalance:
         steps = (tokens.mean(1, keepdim=True) - tokens).sign() * rate
         for router, step in zip(self._routers.values(), steps, strict=True):
             router.bias += step
+
+    def _keep_frequencies(self, skip: Tensor) -> None:
+        tokens = self._summed()[:, :-1]
+        frequencies = tokens / tokens.mean(1, keepdim=True)
+        for kept, frequency in zip(self.state().values(), frequencies, strict=True):
+            kept.copy_(torch.where(skip.bool(), kept, frequency))
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint has of the balance, by name, beside the routers' biases, which are the model's."""
+        routers = self._routers.items()
+        return {f"load.{name}": router.frequency for name, router in routers if router.frequency is not None}
 
     def _summed(self) -> Tensor:
         """The last step's counts, summed over the global batch."""

@@ -117,6 +117,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Qwen3-Next": {
         **DELTA,
         **MOE,
+        "model.router.auxiliary_loss_over": "global_batch",
         "model.layers": '["delta", "delta", "delta", "full"]',
         "model.shared_expert_gate": "true",
         "model.qk_norm": "head",

@@ -131,6 +131,8 @@ def draw(seed: int, number: int) -> Draw:
         run["model.window"] = 2
     stages = _stages(dice, run)
     run |= _average(dice, run, is_exact)
+    if "auxiliary_loss" in str(run.get("model.router.load_balance")):
+        run |= _some(dice, 0.4, {"model.router.auxiliary_loss_over": "global_batch"})
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {}, stages)
 
 

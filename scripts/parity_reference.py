@@ -122,7 +122,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         if limit and largest_logits:
             largest_logits.clip(limit)
             largest_logits.stop()
-        choices.move_biases()
+        choices.finish_step()
         averaged = _averaged(config.average, averaged, parameters, step + 1)
         model.zero_grad()
         found.losses.append(loss.item())
@@ -230,12 +230,17 @@ class _Choices:
             shares, chosen = self._shares_and_choice(router, x)
             self.tokens[router] = chosen.sum(dim=(0, 1))
             f = chosen.mean(dim=1) * chosen.shape[2] / self.model.experts_per_token
+            if router.frequency is not None:
+                f = router.frequency
             losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
         return settings.auxiliary_loss_weight * sum(losses) if settings.has_auxiliary_loss else 0.0
 
-    def move_biases(self) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, lower the others; call after `auxiliary_loss`."""
+    def finish_step(self) -> None:
+        """Raise the bias of experts with fewer tokens than the mean, lower the others, and keep the load for the next
+        step's loss; call after `auxiliary_loss`."""
         for router, tokens in self.tokens.items():
+            if router.frequency is not None:
+                router.frequency = tokens / tokens.sum() * len(tokens)
             if router.bias is not None:
                 fewer = tokens < tokens.mean()
                 more = tokens > tokens.mean()

@@ -277,7 +277,7 @@ class Learner:
         model = {f"model.{name}": weight for name, weight in weights.items()}
         buffers = {f"model.{name}": kept for stage in self.stages.values() for name, kept in saved_buffers(stage)}
         average = self.average.state() if self.average else {}
-        return model | buffers | optimizer_state(self.optimizer, self.parameters) | average
+        return model | buffers | optimizer_state(self.optimizer, self.parameters) | average | self.load_balance.state()
 
     def replicas(self) -> list[Replica]:
         """This rank's replicas of tensors that other ranks hold as well; call it each time, like `state`."""

@@ -60,9 +60,13 @@ class Router(Table):
     scaling_factor: PositiveFloat = 1.0
     """Factor on these weights (2.5 in DeepSeek-V3)."""
     load_balance: Literal["auxiliary_loss", "bias", "bias_and_auxiliary_loss", "none"] = "auxiliary_loss"
-    """auxiliary_loss: per sequence (Switch; DeepSeek-V3, eq. 17); bias: for the choice only (Wang et al. 2024)."""
+    """auxiliary_loss: of Switch, DeepSeek-V3 and Qwen3; bias: for the choice only (Wang et al. 2024)."""
     auxiliary_loss_weight: Annotated[PositiveFloat, only_with("load_balance", *_WITH_LOSS)] = 0.01
     """Weight of the auxiliary loss (summed over layers, averaged over sequences) relative to the mean cross-entropy."""
+    auxiliary_loss_over: Annotated[Literal["sequence", "global_batch"], only_with("load_balance", *_WITH_LOSS)] = (
+        "sequence"
+    )
+    """Whose load an auxiliary loss evens out: each sequence's, or the global batch's, by that of the step before."""
     bias_update_rate: Annotated[PositiveFloat, only_with("load_balance", *_WITH_BIAS)] = 0.001
     """Amount by which an expert's bias changes after each step."""
 
@@ -70,6 +74,11 @@ class Router(Table):
     def has_auxiliary_loss(self) -> bool:
         """Whether a loss balances the experts' load."""
         return self.load_balance in _WITH_LOSS
+
+    @property
+    def balances_global_batch(self) -> bool:
+        """Whether that loss evens out the load of the global batch."""
+        return self.has_auxiliary_loss and self.auxiliary_loss_over == "global_batch"
 
     @property
     def has_bias(self) -> bool:
@@ -341,7 +350,8 @@ def split_sizes(model: LlamaKeys) -> dict[str, int]:
     }
 
 
-_NOT_COMPUTED = {"init_std", "max_seq_len", "router.auxiliary_loss_weight", "router.bias_update_rate"}
+_OF_TRAINING = ("auxiliary_loss_weight", "auxiliary_loss_over", "bias_update_rate")
+_NOT_COMPUTED = {"init_std", "max_seq_len", *(f"router.{key}" for key in _OF_TRAINING)}
 """Keys that matter while the model is trained, not for what it computes from given weights."""
 
 

@@ -50,26 +50,29 @@ def test_the_mesh_does_not_change_a_mixture(ranks, name):
     assert_parity(ranks, [ROWS[name]])
 
 
+BOTH = {"model.router.load_balance": "bias_and_auxiliary_loss", "model.router.auxiliary_loss_over": "global_batch"}
+
+
 def _measured(machine):
-    """After three steps: the balance of the last, the biases, and a bias before and after a step that was skipped."""
+    """After three steps: the balance of the last, and what balances the next, which a skipped step does not change."""
     n_ranks = torch.distributed.get_world_size()
-    config = load("parity.toml", [*words(MOE_BIAS | machine), "--training.steps", "3"], n_ranks).config
+    config = load("parity.toml", [*words(MOE_BIAS | BOTH | machine), "--training.steps", "3"], n_ranks).config
     mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
     learner = build_learner(config, mesh)
     for micro_batches in batches(config, mesh.dp_rank, mesh.sizes.dp):
         learner.step(micro_batches, 1e-3)
     found = learner.load_balance.measure()
-    biases = _biases(learner)
+    kept = _kept(learner)
     next(iter(learner.parameters.values())).data.fill_(float("nan"))
     assert learner.step(micro_batches, 1e-3).result().skipped
-    assert biases == _biases(learner)
-    return found, biases
+    assert kept == _kept(learner)
+    return found, kept
 
 
-def _biases(learner):
-    """The buffers that checkpoints hold, of which a mixture has no others."""
+def _kept(learner):
+    """The buffers that checkpoints hold, of which a mixture has no others, and the load of the step before."""
     saved = itertools.chain.from_iterable(saved_buffers(stage) for stage in learner.stages.values())
-    return {name: bias.tolist() for name, bias in saved}
+    return {name: kept.tolist() for name, kept in (*saved, *learner.load_balance.state().items())}
 
 
 @pytest.mark.long
@@ -82,7 +85,7 @@ def _biases(learner):
     ids=["TP 2 x CP 2", "more"],
 )
 def test_balance_and_biases_are_those_of_one_process(ranks, meshes):
-    ((expected, biases),) = ranks(1, _measured, {})
+    ((expected, kept),) = ranks(1, _measured, {})
     assert expected.tokens_per_expert.keys() == {1, 2, 3}
     loads = list(expected.tokens_per_expert.values())
     assert all(sum(load) == 8 * 32 * 2 for load in loads)
@@ -91,10 +94,13 @@ def test_balance_and_biases_are_those_of_one_process(ranks, meshes):
     assert 0 < expected.router_entropy < math.log(64)
     assert expected.router_entropies.keys() == {1, 2, 3}
     assert sum(expected.router_entropies.values()) / 3 == pytest.approx(expected.router_entropy, rel=1e-12)
-    assert {round(abs(value), 6) for bias in biases.values() for value in bias} <= {0.0, 0.01, 0.02, 0.03}
+    biases = [each for name, each in kept.items() if not name.startswith("load.")]
+    assert {round(abs(value), 6) for bias in biases for value in bias} <= {0.0, 0.01, 0.02, 0.03}
+    for layer, counts in expected.tokens_per_expert.items():
+        assert kept[f"load.layers.{layer}.mlp.router"] == [n / (8 * 32 * 2 / 64) for n in counts]
     for machine in meshes:
         results = ranks(4, _measured, machine)
-        assert dict(item for _, found in results for item in found.items()) == biases
+        assert dict(item for _, found in results for item in found.items()) == kept
         for balance, _ in results:
             assert balance.tokens_per_expert == expected.tokens_per_expert
             assert balance.load_imbalance == expected.load_imbalance

@@ -101,6 +101,7 @@ def test_every_axis_and_technique_is_drawn():
         *(("context.method", name) for name in ("gather", "ring", "all_to_all")),
         *(("activation_checkpoint.mode", name) for name in ("full", "selective")),
         *(("model.router.load_balance", name) for name in ("auxiliary_loss", "bias", "none")),
+        ("model.router.auxiliary_loss_over", "global_batch"),
         ("optimizer.name", "muon"),
         ("fsdp.partition", "owner"),
         ("fsdp.zero_stage", "1"),

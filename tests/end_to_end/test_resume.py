@@ -20,12 +20,13 @@ from tests.end_to_end.launch import (
 from tests.end_to_end.signals import signal_at_step
 from tests.marked import marked
 
-EXPERTS = "--model.n_experts 8 --model.router.load_balance bias --model.router.bias_update_rate 0.1"
+EXPERTS = """--model.n_experts 8 --model.router.load_balance bias_and_auxiliary_loss --model.router.bias_update_rate 0.1
+    --model.router.auxiliary_loss_over global_batch --model.router.auxiliary_loss_weight 0.1"""
 CASES = {  # the whole matrix, without the command line: `python -m tests.torture.resume`
     "FSDP 2, eager, sync": (2, "--checkpoint.mode sync", (7, 13)),
     "FSDP 2, compiled, async": (2, "--checkpoint.mode async --compile.enable true", (9,)),
     "FSDP 2 x TP 2, eager, async": (4, "--checkpoint.mode async --mesh.tp 2", (7, 13)),
-    "FSDP 2, experts with a bias": (2, f"--checkpoint.mode async {EXPERTS}", (9,)),
+    "FSDP 2, experts with a balance that is kept": (2, f"--checkpoint.mode async {EXPERTS}", (9,)),
 }
 FIRST, *OTHERS = CASES
 VALIDATION = """ --validation.interval 3 --validation.sequences 12 --validation.sources '[

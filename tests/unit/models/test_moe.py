@@ -113,6 +113,22 @@ def test_backward_adds_the_auxiliary_loss_and_forward_does_not(scoring):
     assert_close(found, module.router.weight.grad)
 
 
+def test_over_the_global_batch_the_loss_weighs_shares_by_the_load_of_the_step_before():
+    """At the first step the load counts as even: the shares sum to 1, so the loss is constant."""
+    module = mixture(router={"auxiliary_loss_weight": 0.3, "auxiliary_loss_over": "global_batch"})
+    module.router.balance_scale = 0.5
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    module.router(x).weights.sum().backward()  # constant: the gradient is the auxiliary loss's alone
+    assert_close(module.router.weight.grad, torch.zeros(6, 16, dtype=torch.float64))
+    load = torch.tensor([3.0, 0.5, 0.0, 1.0, 1.25, 0.25], dtype=torch.float64)
+    module.router.frequency.copy_(load)
+    module.router(x).weights.sum().backward()
+    found = module.router.weight.grad.clone()
+    module.zero_grad()
+    (0.5 * 0.3 * 2 * ((x @ module.router.weight.T).softmax(-1) @ load).mean()).backward()
+    assert_close(found, module.router.weight.grad)
+
+
 def test_a_token_chooses_from_few_groups():
     """Of three groups of two experts, those with the largest sums of their two best scores, with the bias."""
     settings = {"scoring": "sigmoid", "n_groups": 3, "groups_per_token": 2, "scaling_factor": 2.5}
