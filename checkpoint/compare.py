@@ -1,6 +1,6 @@
 """How two checkpoints differ, tensor by tensor, whatever mesh wrote each, or one from what it should contain."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,15 +62,20 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return f"{how_many} values differ, at most by {gap.max():.3g} (largest value {a.abs().max():.3g})"
 
 
-def shape_differences(metadata: Metadata, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """A line for each tensor of the model by which a checkpoint differs from `shapes`, which has them all, by name."""
+def shape_differences(
+    metadata: Metadata, shapes: Mapping[str, Sequence[int]], may_lack: Container[str] = ()
+) -> list[str]:
+    """A line for each tensor of the model by which a checkpoint differs from `shapes`, which has them all, by name.
+
+    The checkpoint need not have those of `may_lack`.
+    """
     saved = metadata.state_dict_metadata.items()
     there = {name: list(entry.size) for name, entry in saved if name.startswith(MODEL) and hasattr(entry, "size")}
     here = {name: list(shape) for name, shape in shapes.items()}
     return [
         f"{name}: {there.get(name, 'no such tensor')} in the checkpoint, {here.get(name, 'no such tensor')} here"
         for name in {**here, **there}
-        if there.get(name) != here.get(name)
+        if there.get(name) != here.get(name) and (name in there or name not in may_lack)
     ]
 
 

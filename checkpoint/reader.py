@@ -27,6 +27,7 @@ from checkpoint.shards import State, shards_of
 from checkpoint.storage import FolderStorage
 from checkpoint.tensor_stream import entry_of
 from checkpoint.verify import content_damages
+from configs.architectures import LOAD
 from configs.errors import ConfigError, listed
 from configs.places import standing_for
 from configs.run_change import function_diff
@@ -72,6 +73,8 @@ class Description:
     """Resume although run keys or the tokenizer have changed; later checkpoints record that they have."""
     rewind_interval: int = 0
     """Steps between the checkpoints that a rewind needs; 0: none."""
+    neutral: dict[str, float] = field(default_factory=dict)
+    """Tensors that a checkpoint may lack, by name: the values with which the run then begins, which change nothing."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Reader:
         self._find_next()
         found = self._found or self.initial
         if found and shapes:
-            self._require_none(found, shape_differences(found.metadata, shapes))
+            self._require_none(found, shape_differences(found.metadata, shapes, self.run.neutral))
         if self.initial and (changes := function_diff(self.initial.manifest.in_effect, self.run.config)):
             self.log.warning(
                 f"checkpoint.init_from: the model that was trained in {self.initial.folder} computes something else "
@@ -292,9 +295,17 @@ class Reader:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 
         The average of the weights is left out where only one side has it, or both have another kind, as
-        job.allow_run_change allows. The run's average then begins anew.
+        job.allow_run_change allows. The run's average then begins anew. So does the balance of experts where the
+        checkpoint has none.
         """
-        saved = found.metadata.state_dict_metadata
+        saved = dict(found.metadata.state_dict_metadata)
+        state = dict(state)
+        for name, value in self.run.neutral.items():
+            if name in state and name not in saved:
+                state.pop(name).fill_(value)
+        for name in [name for name in saved if name.startswith(LOAD) and name not in self.run.neutral]:
+            del saved[name]
+        found = replace(found, metadata=replace(found.metadata, state_dict_metadata=saved))
         is_alike = UPDATES in saved and UPDATES in state
         if not is_alike or entry_of(found.metadata, UPDATES).size != state[UPDATES].shape:
             if UPDATES in state:

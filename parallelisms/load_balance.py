@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from configs.architectures import block_names
+from configs.architectures import LOAD, block_names
 from configs.plan import Counter, Router, counters_of, plan_of, routers_of
 from configs.schema import Config, is_described
 from parallelisms.mesh import Mesh
@@ -132,7 +132,7 @@ class LoadBalance:
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has of the balance, by name, beside the routers' biases, which are the model's."""
         routers = self._routers.items()
-        return {f"load.{name}": router.frequency for name, router in routers if router.frequency is not None}
+        return {f"{LOAD}{name}": router.frequency for name, router in routers if router.frequency is not None}
 
     def _summed(self) -> Tensor:
         """The last step's counts, summed over the global batch."""

@@ -189,6 +189,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
     """Raise ConfigError if the new run's model or optimizer has other tensors than the checkpoint."""
     from checkpoint.compare import shape_differences
     from checkpoint.index import metadata_of, read_index
+    from configs.architectures import balance_tensors
     from trainer.planning.skeleton import skeleton
 
     rule = manifest.value("optimizer", "name", str)
@@ -200,7 +201,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
         )
     metadata = metadata_of(read_index(checkpoint), checkpoint)
     shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).saved.items()}
-    if differences := shape_differences(metadata, shapes):
+    if differences := shape_differences(metadata, shapes, balance_tensors(job.config.model)):
         raise ConfigError(
             f"{checkpoint} is of another model; {len(differences)} tensors differ:\n  {listed(differences)}\n"
             "Change [model] back"

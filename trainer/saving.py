@@ -14,6 +14,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from checkpoint.reader import Description, Log
 from checkpoint.storage import FolderStorage
+from configs.architectures import balance_tensors
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.mesh import Mesh
@@ -46,6 +47,7 @@ def open_checkpoints(
         environment=environment(mesh.device, config.fsdp.cpu_offload),
         allow_run_change=config.job.allow_run_change,
         rewind_interval=spikes.rewind_interval if spikes.action == "rewind" else 0,
+        neutral=balance_tensors(config.model),
     )
     log = Log(console.line, console.warning)
     return CheckpointManager(config.job.folder / "checkpoints", config.checkpoint, run, log, incarnation, storage)

@@ -64,6 +64,18 @@ def stored_tensors(model: LlamaKeys) -> Iterator[Weight]:
             yield replace(buffer.inside(block), hf=f"model.layers.{layer}.{buffer.hf}")
 
 
+def balance_tensors(model: LlamaKeys | HfKeys | OwnKeys) -> dict[str, float]:
+    """What a checkpoint has of the balance of experts, by name: the value of each that changes nothing.
+
+    A run may begin with these where its checkpoint has none, since it was trained without, or with another balance.
+    """
+    if not isinstance(model, LlamaKeys):
+        return {}
+    biases = {f"model.{weight.name}": 0.0 for weight in stored_tensors(model) if weight.is_buffer}
+    routers = [name.removesuffix(".weight") for name in init_stds(model) if name.endswith(".router.weight")]
+    return biases | {f"{LOAD}{name}": 1.0 for name in routers if model.router.balances_global_batch}
+
+
 def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
     """The role of each module or parameter that has one, by its name."""
     roles: dict[str, TensorRole] = {}
@@ -74,6 +86,10 @@ def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
         of_parameter = weight.role in PARAMETER_ROLES
         roles[weight.name if of_parameter else weight.name.rpartition(".")[0]] = weight.role
     return roles
+
+
+LOAD = "load."
+"""Beginning of the name, in a checkpoint, of a router's load in the step before."""
 
 
 @cache

@@ -350,7 +350,7 @@ def split_sizes(model: LlamaKeys) -> dict[str, int]:
     }
 
 
-_OF_TRAINING = ("auxiliary_loss_weight", "auxiliary_loss_over", "bias_update_rate")
+_OF_TRAINING = ("load_balance", "auxiliary_loss_weight", "auxiliary_loss_over", "bias_update_rate")
 _NOT_COMPUTED = {"init_std", "max_seq_len", *(f"router.{key}" for key in _OF_TRAINING)}
 """Keys that matter while the model is trained, not for what it computes from given weights."""
 

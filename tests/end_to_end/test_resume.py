@@ -1,5 +1,6 @@
 """A run that was stopped and taken up again lies bit for bit on the one that was not."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,36 @@ def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_pa
     assert sorted(path.name for path in checkpoints.iterdir()) == names
     aside = checkpoints / "abandoned-001"
     assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step-00000008", "step-00000011"]
+
+
+def test_a_balance_of_experts_may_be_added_and_begins_even(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The first step after it reads and computes what it would have without; only a loss over sequences is missing."""
+    short = ("--checkpoint.interval", "4", "--training.steps")
+    assert launch_here(tmp_path, "--model.n_experts", "4", *short, "4") == 0
+    (tmp_path / "run").rename(tmp_path / "before")
+    added = (
+        "--model.router.load_balance",
+        "bias_and_auxiliary_loss",
+        "--model.router.auxiliary_loss_over",
+        "global_batch",
+    )
+    first = {}
+    for name, words in {"without": (), "with": ("--job.allow_run_change", "true", *added)}.items():
+        shutil.copytree(tmp_path / "before", tmp_path / "run")
+        assert launch_here(tmp_path, "--model.n_experts", "4", *short, "6", *words) == 0
+        first[name] = curve(tmp_path / "run")[4]
+        (tmp_path / "run").rename(tmp_path / name)
+    assert first["with"][:2] == first["without"][:2]
+    assert first["with"][2] != first["without"][2]
+    begun = ("--checkpoint.init_from", str(tmp_path / "before"), *added)
+    assert launch_here(tmp_path, "--model.n_experts", "4", *short, "1", *begun) == 0
+    assert "computes something else" not in capsys.readouterr().out
+    (tmp_path / "run").rename(tmp_path / "begun")
+    assert (
+        launch_here(tmp_path, "--model.n_experts", "4", *short, "1", "--checkpoint.init_from", f"{tmp_path}/begun")
+        == 78
+    )
+    assert "router.bias: [4] in the checkpoint, no such tensor here" in capsys.readouterr().err
 
 
 def test_sigterm_and_the_same_command_again(tmp_path: Path):
