@@ -2,12 +2,13 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
@@ -249,4 +250,11 @@ def _initial(config: Config) -> dict[str, tuple[Any, ...]]:
     with torch.device("meta"):
         model: Any = build_model(config.model)
     common = (config.training.seed, config.training.dtype, config.checkpoint.init_from)
-    return {name: (*common, tuple(p.shape), model.init_std(name)) for name, p in model.named_parameters()}
+    rule = _hashes_of_drawn(model, config.training.seed) if hasattr(model, "initial_values") else model.init_std
+    return {name: (*common, tuple(p.shape), rule(name)) for name, p in model.named_parameters()}
+
+
+def _hashes_of_drawn(model: Any, seed: int) -> Callable[[str], str]:
+    """What stands for the rule of a family of transformers, which may follow any field of its config.json."""
+    drawn = model.initial_values(seed)
+    return lambda name: xxhash.xxh3_128_hexdigest(drawn(name).numpy())

@@ -14,6 +14,7 @@ from models import build_model
 from parallelisms.init import materialize
 from scripts.comparison.arms import Pairing, arms_of, differences, pairing, require_same_scoring
 from tests.end_to_end.launch import TINY
+from tests.hf_families import NEEDS_TRANSFORMERS, write_config
 from trainer.data.fork import forked_position
 from trainer.data.loader import build_loader
 from trainer.opening import open_loader
@@ -96,6 +97,19 @@ def test_another_model_shares_the_weights_of_the_same_shape(words, changed):
     assert (shared.same_weights, shared.parameters) == (len(same), len(ours.keys() | theirs.keys()))
     assert len(same) > 0 or changed is None
     assert f"the same bits in {len(same)} of" in str(shared) or shared.same_weights == shared.parameters
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("field", "value", "same"),
+    [("rope_theta", "5e5", 21), ("intermediate_size", "64", 15), ("initializer_range", "0.1", 5)],
+)
+def test_models_of_transformers_share_the_weights_that_their_families_draw_alike(tmp_path, field, value, same):
+    model = ("--model.architecture", "hf", "--model.hf", str(write_config(tmp_path / "llama", "llama")))
+    other = job_of(*model, f"--model.hf_overrides.{field}", value)
+    ours, theirs = weights(job_of(*model).config), weights(other.config)
+    assert sum(map(equal, ours.values(), theirs.values())) == same
+    assert pairing(job_of(*model), other) == Pairing(same, 21, 0, None, None)
 
 
 @pytest.mark.parametrize(
