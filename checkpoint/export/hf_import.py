@@ -30,6 +30,7 @@ from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
 from checkpoint.manifest import Manifest
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import Counter, Progress, n_bytes, write_tensors
+from configs.places import is_url
 from configs.reading.toml_text import table_text
 from configs.schema import AnyModel
 
@@ -127,9 +128,11 @@ def _write_import(
 
 
 def _toml_heading(source: Path, place: str) -> str:
+    base = MODEL_TOML if is_url(place) else f"{place}/{MODEL_TOML}"  # a base is a file on a disk
+    job = "a job file beside a copy of this file" if is_url(place) else "a job file"
     return (
-        f"# The shape of the model that was imported from {source}. To continue training it, in a job file:\n"
-        f'#   base = "{place}/{MODEL_TOML}", and in [checkpoint] init_from = "{place}"\n\n'
+        f"# The shape of the model that was imported from {source}. To continue training it, in {job}:\n"
+        f'#   base = "{base}", and in [checkpoint] init_from = "{place}"\n\n'
     )
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel, unknown_fields
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
-from checkpoint.export.hf_import import import_hf
+from checkpoint.export.hf_import import MODEL_TOML, import_hf
 from checkpoint.export.model_files import checkpoint_files, hf_files
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
@@ -253,6 +253,14 @@ def test_a_model_keeps_its_longest_sequence(exported, tmp_path):
     assert checkpoint_files(tmp_path / "import").seq_len == hf_files(exported).seq_len == 64
     assert to_hf(model, "float32", 8, None, None)["max_position_embeddings"] == 64
     assert to_hf(model, "float32", 96, None, None)["max_position_embeddings"] == 96
+
+
+def test_an_import_into_a_bucket_advises_a_base_on_a_disk(exported, tmp_path):
+    """Job files have no base in object storage."""
+    import_hf(exported, tmp_path / "import", None, place="s3://bucket/import")
+    heading = (tmp_path / "import" / MODEL_TOML).read_text().partition("[model]")[0]
+    assert "in a job file beside a copy of this file:\n" in heading
+    assert 'base = "model.toml", and in [checkpoint] init_from = "s3://bucket/import"' in heading
 
 
 def test_qwen3_0_6b_as_it_is_published():
