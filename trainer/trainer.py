@@ -170,8 +170,10 @@ class Trainer:
             self._read_result()
             self._save()
             is_done = self.run.step >= n_steps and not self.awaits_validation
-            self.checkpoints.close()
-        self.commands.finish(is_done)
+            with self.runtime.ledger.measure(Kind.CHECKPOINT):
+                self.checkpoints.close()
+        with self.runtime.ledger.measure(Kind.CHECKPOINT):
+            self.commands.finish(is_done)
         # Whether a stop has ended commands, as the first rank knows.
         are_left = bool(self.learner.mesh.max_over_all(torch.tensor(int(self.commands.are_left))))
         if is_done and not are_left and self.config.checkpoint.after_save:

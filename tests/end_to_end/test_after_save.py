@@ -1,6 +1,7 @@
 """`checkpoint.after_save`: real commands beside real runs, which they neither slow, change nor outlive."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -69,6 +70,12 @@ def test_commands_run_in_order_and_leave_what_they_wrote(tmp_path):
     assert not list(tmp_path.rglob("hacked"))
     assert launch_here(tmp_path / "plain", *saving()) == 0
     assert curve(tmp_path / "plain/run") == curve(run)
+
+
+def test_a_wait_for_the_last_command_is_not_counted_as_start_up(tmp_path, capsys):
+    assert launch_here(tmp_path, *after_save(late="sleep 2"), *saving(5, 5)) == 0
+    seconds = dict(re.findall(r"(start-up|checkpoint) ([\d.]+) s", capsys.readouterr().out.partition("Done:")[2]))
+    assert float(seconds["checkpoint"]) >= 1.9 > float(seconds.get("start-up", 0))
 
 
 def test_a_command_sees_neither_gpu_nor_launch_nor_secret(tmp_path, monkeypatch):
