@@ -68,6 +68,8 @@ class Plan:
             "metrics.fingerprint": "true",
             "profile.start_step": 0,
         }
+        if self.checkpoint is not None:
+            values["checkpoint.init_from"] = "none"
         tokenizer = tokenizer_of(self.checkpoint) if self.checkpoint else kept_tokenizer(self.run)
         if tokenizer:
             values["tokenizer.path"] = str(tokenizer.resolve())

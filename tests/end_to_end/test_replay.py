@@ -29,3 +29,13 @@ def test_another_mesh(reduction, words, expected, tmp_path):
     assert expected in said
     assert ("the bits may differ, because of mesh.tp 1 -> 2" in said) == (reduction == "fast")
     assert snapshot(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_a_run_that_began_at_the_weights_of_another(tmp_path):
+    """The replay begins at a checkpoint of the run, so those weights are left out of its job without a word."""
+    launch(tmp_path, "--training.steps 2 --job.output_dir weights")
+    launch(tmp_path, f"{RECORDED} fast --checkpoint.init_from weights --training.steps 12")
+    replayed = keel(tmp_path, "replay", "run", "--step", "12")
+    assert "equal in bits: steps 11 to 12" in replayed.out + replayed.err
+    assert "warning" not in replayed.err
