@@ -18,6 +18,7 @@ from configs.architectures.llama_keys import RopeScaling, n_further
 from configs.architectures.mup import folds
 from configs.architectures.parts import HfClass, Shape, Weight, head_dim, n_kv_heads
 from configs.errors import UserError
+from configs.reading.hf_config import QUANTIZED
 from configs.schema import Model
 from configs.untrusted import shortened
 
@@ -286,6 +287,8 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
         raise UserError(
             f"{path}: {what}: not supported; Keel imports {supported}, and with --as-it-is any family of transformers"
         )
+    if config.get("quantization_config"):
+        raise UserError(f"{path}: {QUANTIZED}")
     for field, value in kind.fixed.items():
         if config.get(field, value) != value:
             raise _unsupported(path, field, config[field], f"Keel's {kind.title} has {value!r}")

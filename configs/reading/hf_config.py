@@ -95,6 +95,9 @@ def _without_none(value: Any) -> Any:
     return None if value == "none" else value
 
 
+QUANTIZED = "the weights are quantized (quantization_config), and such weights do not train; take the original ones"
+
+
 def _faults(fields: Mapping[str, Any]) -> Iterator[str]:
     if "auto_map" in fields:
         yield (
@@ -107,7 +110,7 @@ def _faults(fields: Mapping[str, Any]) -> Iterator[str]:
         yield 'the config.json has no model_type, the name of a family of transformers, such as "qwen3"'
         return
     if fields.get("quantization_config"):
-        yield "the weights are quantized (quantization_config), and such weights do not train; take the original ones"
+        yield QUANTIZED
     yield from _unknown_family(kind, fields)
     for names in NEEDED:
         name, value = next(((each, fields[each]) for each in names if fields.get(each) is not None), (names[0], None))

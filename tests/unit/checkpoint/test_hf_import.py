@@ -531,7 +531,7 @@ def test_layers_without_rotary_embedding_there_and_back(n_layers, every):
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "do not train; take the original ones"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters.rope_type = 'dynamic'"),
         (
             {"rope_parameters": ..., "rope_scaling": {"type": "longrope", "factor": 2}},
