@@ -37,7 +37,7 @@ def find_checkpoint(source: Path, step: int | None = None) -> Path:
         UserError: there is none.
     """
     found = _find(source, step, may_be_hf=False)
-    if not exists(found / MANIFEST_NAME):
+    if exists(found / HF_CONFIG_NAME) and not exists(found / MANIFEST_NAME):
         raise UserError(f"{whole(source)} is a Hugging Face folder, not a checkpoint; keel import makes one of it")
     return found
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from checkpoint.lock import ReadLock
 from checkpoint.manifest import TRAINER_NAME, Manifest, Origin, RunChange, config_hash, step_folder
 from checkpoint.storage import FolderStorage, commit
 
@@ -35,8 +34,9 @@ def fork_checkpoint(
         changes: run keys that differ, a line each.
         trainer_state: of the new run.
 
+    The caller keeps the checkpoint from being removed.
+
     Raises:
-        UserError: the checkpoint is being removed.
         OSError: the disk refuses.
     """
     checkpoint = step_folder(root, manifest.step)
@@ -52,10 +52,9 @@ def fork_checkpoint(
         times_gone_back=0,
     )
     files = {name: entry for name, entry in manifest.files.items() if name != TRAINER_NAME}
-    with ReadLock(source):
-        unfinished = storage.begin(checkpoint)
-        for name in files:
-            _share(source / name, unfinished / name)
+    unfinished = storage.begin(checkpoint)
+    for name in files:
+        _share(source / name, unfinished / name)
     commit(storage, unfinished, checkpoint, draft, files, json.dumps(trainer_state))
     return checkpoint
 

@@ -148,14 +148,27 @@ class ReadLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def require_there(self) -> None:
+        """Raise Gone if the run has moved the checkpoint: what was read may be of two checkpoints of the same step."""
+        if self._has_left():
+            raise self._gone()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
-        has_left = self._descriptor is not None and not is_at(self._descriptor, self._folder / MANIFEST_NAME)
+        has_left = self._has_left()
         self.release()
         if has_left and isinstance(error, (UserError, OSError)) and not isinstance(error, Gone):
-            raise Gone(f"checkpoint {self._folder} is no longer there: its run has gone back, or was moved") from None
+            raise self._gone() from None
+
+    def _has_left(self) -> bool:
+        if self._descriptor is None:
+            return not os.path.lexists(self._folder)
+        return not is_at(self._descriptor, self._folder / MANIFEST_NAME)
+
+    def _gone(self) -> Gone:
+        return Gone(f"checkpoint {self._folder} is no longer there: its run has gone back or removed it, or was moved")
 
 
 @contextmanager

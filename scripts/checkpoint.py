@@ -15,7 +15,7 @@ folders, for their newest. No command runs code from a checkpoint, so checkpoint
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 
@@ -68,7 +68,8 @@ def list_(options: argparse.Namespace, console: Console) -> int:
         raise UserError(f"{root}: no checkpoints here" + (f"; runs in this folder: {', '.join(runs)}" if runs else ""))
     console.line("      step      tokens        size  validation loss  run id    written")
     for folder in _checkpoints(root):
-        console.line(_list_line(folder))
+        with suppress(Gone):  # a run that trains has removed it, or gone back
+            console.line(_list_line(folder))
     for aside in sorted(root.glob("abandoned-*")):
         steps = ", ".join(map(str, steps_in(aside)))
         console.line(f"{aside.name}: an abandoned line; steps {steps or 'none'}")
@@ -83,8 +84,9 @@ def show(options: argparse.Namespace, console: Console) -> int:
     from checkpoint.index import read_metadata
     from checkpoint.tensor_stream import entry_of
 
-    manifest = read_manifest(checkpoint)
-    metadata = read_metadata(checkpoint)
+    with ReadLock(checkpoint):  # a run that trains would remove it meanwhile
+        manifest = read_manifest(checkpoint)
+        metadata = read_metadata(checkpoint)
     entries = {name: entry_of(metadata, name) for name in sorted(metadata.state_dict_metadata)}
     parameters = sum(prod(entry.size) for name, entry in entries.items() if name.startswith("model."))
     rows = [*_history(manifest), ("tensors", f"{len(entries)}, with {count(parameters)} parameters of the model")]
@@ -114,7 +116,7 @@ def verify(options: argparse.Namespace, console: Console) -> int:
             with ReadLock(folder):  # a run that trains would remove it meanwhile
                 manifest = check(with_tensors(folder))
         except UserError as error:
-            if not is_one and (isinstance(error, Gone) or not exists(folder)):
+            if not is_one and isinstance(error, Gone):
                 console.line(f"{folder}: is no longer there: the run has removed it, or gone back")
                 continue
             n_damaged += 1
@@ -131,10 +133,10 @@ def diff(options: argparse.Namespace, console: Console) -> int:
     second = checkpoint_in(options.b, console)
     from checkpoint.compare import compare
 
-    a = read_manifest(first)
-    b = read_manifest(second)
-    facts_a = _facts(a)
-    facts_b = _facts(b)
+    with ReadLock(first), ReadLock(second):  # a run that trains would remove them meanwhile
+        facts_a = _facts(read_manifest(first))
+        facts_b = _facts(read_manifest(second))
+        tensors = [(difference.name, difference.what) for difference in compare(first, second)]
     rows = [
         (key, f"{facts_a.get(key)} -> {facts_b.get(key)}")
         for key in sorted(facts_a.keys() | facts_b.keys())
@@ -142,8 +144,6 @@ def diff(options: argparse.Namespace, console: Console) -> int:
     ]
     if rows:
         console.table("Config and history", rows)
-    with ReadLock(first), ReadLock(second):  # a run that trains would remove them meanwhile
-        tensors = [(difference.name, difference.what) for difference in compare(first, second)]
     if tensors:
         console.table("Tensors", tensors)
     if not rows and not tensors:
@@ -270,11 +270,14 @@ def _checkpoints(root: Path) -> Iterator[Path]:
 
 def _list_line(folder: Path) -> str:
     try:
-        manifest = read_manifest(folder)
+        with ReadLock(folder):
+            manifest = read_manifest(folder)
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST_NAME).stat().st_mtime))
+    except Gone:
+        raise
     except UserError as error:
         return f"{folder.name}: {error}"
     loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST_NAME).stat().st_mtime))
     numbers = f"{manifest.step:>10}  {count(manifest.tokens):>10}  {_size(manifest):>10}  {loss:>15}"
     return f"{numbers}  {manifest.run_id[:8]}  {written}"
 

@@ -19,6 +19,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import HF_CONFIG_NAME, OPTIMIZER_INDEX_NAME, tokenizer_of
+from checkpoint.lock import ReadLock
 from configs.errors import UserError
 from scripts.command import checkpoint_in, end, folder_for, parser_of, place_argument, run_command
 from trainer.report.console import Console
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with folder_for(options.output, last, console) as output:
             checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
             export = _export_optimizer if options.optimizer else _export_model
-            export(checkpoint, output, options, console)
+            with ReadLock(checkpoint):  # a run that trains would remove it meanwhile
+                export(checkpoint, output, options, console)
 
     return run_command(work, "stopped; the export is not complete")
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ if not __package__:  # run as a file
 from checkpoint.bucket_storage import FORKED, put_as_saves_do, with_tensors
 from checkpoint.export.output import unfinished_folder
 from checkpoint.find import find_checkpoint, keep_tokenizer, require_run, tokenizer_of
+from checkpoint.lock import Gone, ReadLock
 from checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -73,21 +75,23 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     if not is_url(output) and exists(output):
         raise UserError(f"{output} exists; name another folder with --output")
     checkpoint = _checkpoint(run, options.at, options.at_tokens)
-    manifest = read_manifest(checkpoint)
-    job = _job_of(run, output, options.without, overrides, manifest.step)
-    changes = later_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
-    _require_fitting(checkpoint, manifest, job)
-    saved = read_trainer_state(checkpoint)
-    position = _position(saved, manifest, job)
-    inside = f"checkpoints/step-{manifest.step:08d}"
-    with (
-        folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder,
-        unfinished_folder(folder) as unfinished,
-    ):
-        _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
-        if is_url(output):
-            _move_into(unfinished / inside, FORKED)
-        unfinished.rename(folder)
+    with ReadLock(checkpoint) as lock:  # a run that trains would remove it meanwhile
+        manifest = read_manifest(checkpoint)
+        job = _job_of(run, output, options.without, overrides, manifest.step)
+        changes = later_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
+        _require_fitting(checkpoint, manifest, job)
+        saved = read_trainer_state(checkpoint)
+        position = _position(saved, manifest, job)
+        inside = f"checkpoints/step-{manifest.step:08d}"
+        with (
+            folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder,
+            unfinished_folder(folder) as unfinished,
+        ):
+            _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
+            if is_url(output):
+                _move_into(unfinished / inside, FORKED)
+            lock.require_there()
+            unfinished.rename(folder)
     console.line(f"{output} begins at step {manifest.step} of {run} ({count(manifest.tokens)} tokens)")
     for line in changes or ["nothing of what is learned differs"]:
         console.line(f"  {line}")
@@ -123,7 +127,10 @@ def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:
     if tokens is None:
         return find_checkpoint(run, step)
     root = run / "checkpoints"
-    found = {step: read_manifest(step_folder(root, step)).tokens for step in steps_in(root)}
+    found: dict[int, int] = {}
+    for step in steps_in(root):
+        with suppress(Gone), ReadLock(step_folder(root, step)):
+            found[step] = read_manifest(step_folder(root, step)).tokens
     fitting = [step for step, seen in found.items() if seen <= tokens]
     if not fitting:
         had = listed([f"{count(seen)} (step {step})" for step, seen in found.items()], ", ") or "no checkpoint"

@@ -39,8 +39,7 @@ def average(checkpoints: Sequence[Path], output: Path, progress: Progress, place
         UserError: one is damaged, has no average or other tensors, or the output exists or can't be written.
     """
     with ExitStack() as locks:
-        for checkpoint in checkpoints:
-            locks.enter_context(ReadLock(checkpoint))
+        held = [locks.enter_context(ReadLock(checkpoint)) for checkpoint in checkpoints]
         sources = [_Source(checkpoint, len(checkpoints) == 1) for checkpoint in checkpoints]
         last = sources[-1]
         for other in sources[:-1]:
@@ -53,6 +52,8 @@ def average(checkpoints: Sequence[Path], output: Path, progress: Progress, place
                 files[name] = write_bytes(folder / name, tokenizer.read_bytes())
                 config["tokenizer"] = config["tokenizer"] | {"path": f"{place or output.resolve()}/{name}"}
             draft = replace(last.manifest, config=config, config_hash=config_hash(config), validation_loss=None)
+            for each in held:
+                each.require_there()
             commit(FolderStorage(), folder, output, draft, files, "{}")
 
 

@@ -142,12 +142,13 @@ def _exported(
     verify: Literal["size", "hash"],
 ) -> Generator[Path, None, None]:
     """A folder for the model of a checkpoint; it gets the tokenizer's files and its name at the end."""
-    with ReadLock(checkpoint), unfinished_folder(output) as folder:
+    with ReadLock(checkpoint) as lock, unfinished_folder(output) as folder:
         if verify == "hash":
             check_tensors(checkpoint, manifest, metadata, "model.")
         yield folder
         for name, content in tokenizer.files.items():
             write_bytes(folder / name, content)
+        lock.require_there()
         finish(folder, output)
 
 

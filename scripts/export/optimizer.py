@@ -90,7 +90,7 @@ def export_optimizer(
         UserError: the checkpoint is damaged or holds no optimizer, the choice of what to gather is wrong, what it
             gathers takes more than the free memory, or the output exists or can't be written.
     """
-    with ReadLock(checkpoint):
+    with ReadLock(checkpoint) as lock:
         manifest = read_manifest(checkpoint)
         metadata = read_metadata(checkpoint)
         optimizers, experts = _described_optimizers(checkpoint, manifest, metadata)
@@ -110,6 +110,7 @@ def export_optimizer(
                 for name, state_dict in optimizers.items()
             }
             write_json(folder / OPTIMIZER_INDEX_NAME, index)
+            lock.require_there()
             finish(folder, output)
 
 

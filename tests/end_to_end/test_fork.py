@@ -6,9 +6,12 @@ import shutil
 
 import pytest
 
+from checkpoint import manifest as manifests
 from checkpoint.export.output import unfinished_folder
+from checkpoint.manifest import step_folder
 from configs.load import load
-from scripts import data, fork
+from scripts import checkpoint as checkpoints
+from scripts import data, export_hf, fork
 from tests.end_to_end.launch import TINY, curve, launch, records, tensors
 
 SOURCES = '--data.sources \'[{name = "a", kind = "synthetic", weight = 3.0}, {name = "b", kind = "synthetic"}]\' '
@@ -89,6 +92,40 @@ def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, wo
     assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "is_saved_again"),
+    [
+        (fork, ["run", "--output", "out"], False),
+        (fork, ["run", "--output", "out"], True),
+        (export_hf, ["run", "out"], False),
+        (export_hf, ["run", "out", "--optimizer"], True),
+        (checkpoints, ["average", "run", "out", "--last", "2"], True),
+        (checkpoints, ["diff", "run", "run/checkpoints/step-00000004"], False),
+        (checkpoints, ["show", "run"], False),
+    ],
+)
+def test_a_run_that_goes_back_meanwhile_is_said_to_have_done_so(
+    tmp_path, run, capsys, monkeypatch, script, words, is_saved_again
+):
+    """A spike moves the checkpoint once its manifest is read; perhaps there soon is another one of its step."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, "run")
+    newest = step_folder(tmp_path / "run/checkpoints", 8)
+    check_files = manifests._check_files
+
+    def leaving(folder, manifest):
+        check_files(folder, manifest)
+        if manifest.step == 8 and not (tmp_path / "left").exists():
+            newest.rename(tmp_path / "left")
+            if is_saved_again:
+                shutil.copytree(tmp_path / "left", newest)
+
+    monkeypatch.setattr(manifests, "_check_files", leaving)
+    assert script.main(words) == 1
+    assert "step-00000008 is no longer there: its run has gone back" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import storage
+from checkpoint import find, storage
 from checkpoint.export import hf_export
 from checkpoint.export.hf_export import TokenizerFiles, export_hf
 from checkpoint.lock import BeingRead, Gone, ReadLock
@@ -17,6 +17,7 @@ from checkpoint.manifest import read_manifest, step_folder, steps_in
 from checkpoint.reader import Log
 from checkpoint.storage import FolderStorage
 from configs.errors import UserError
+from scripts import checkpoint as script
 from scripts.checkpoint import main
 from scripts.sampling import load
 from tests.conftest import ROOT
@@ -81,6 +82,25 @@ def test_one_that_its_run_leaves_while_it_is_read_is_not_called_damaged(tmp_path
     save(tmp_path, 1)
     with pytest.raises(Gone, match="step-00000001 is no longer there: its run has gone back"):
         read_while_the_run_goes_back()
+
+
+def test_one_that_its_run_leaves_before_it_is_read_is_not_called_something_else(tmp_path, capsys, monkeypatch):
+    """The folder was listed before a rewind."""
+    save(tmp_path / "checkpoints", 1, 2)
+    monkeypatch.setattr(script, "steps_in", lambda root: [1, 2, 3])
+    monkeypatch.setattr(find, "steps_in", lambda root: [1, 2, 3])
+    assert main(["list", str(tmp_path)]) == 0
+    assert "step-00000003" not in capsys.readouterr().out
+    assert main(["average", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "step-00000003 is no longer there: its run has gone back" in capsys.readouterr().err
+
+
+def test_a_link_to_nowhere_is_not_taken_for_one_that_its_run_has_left(tmp_path, capsys):
+    save(tmp_path / "checkpoints", 1)
+    step_folder(tmp_path / "checkpoints", 2).symlink_to(tmp_path / "lost")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["list", str(tmp_path)]) == 0
+    assert "step-00000002" in capsys.readouterr().out
 
 
 def test_the_script_leaves_what_is_read_alone(tmp_path, capsys):
