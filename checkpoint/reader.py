@@ -31,7 +31,7 @@ from configs.architectures import LOAD
 from configs.errors import ConfigError, listed
 from configs.places import standing_for
 from configs.run_change import function_diff
-from configs.run_stages import trained_diff
+from configs.run_stages import require_counted, trained_diff
 from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_each_rank, on_rank_zero
 
@@ -256,7 +256,7 @@ class Reader:
         """Return what of the run has changed since the checkpoint.
 
         Raises:
-            ConfigError: something has, and `job.allow_run_change` is not set.
+            ConfigError: something has, and `job.allow_run_change` is not set, or does not allow it.
         """
         manifest = found.manifest
         first_step, changes = trained_diff(manifest.config, self.run.config, manifest.step)
@@ -272,6 +272,7 @@ class Reader:
                 "Change it back, choose another job.output_dir, or resume with --job.allow_run_change true (not "
                 "possible for training.seq_len, training.seed or the mixture, which order the samples)"
             )
+        require_counted(manifest.config, self.run.config, manifest.step, manifest.tokens)
         self.log.line(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
         return [RunChange(manifest.step, changes)]
 

@@ -14,6 +14,7 @@ from operator import getitem
 from typing import Any
 
 from configs.checks.rule import Problem
+from configs.errors import ConfigError
 from configs.layout import micro_batch_size, tokens_per_step
 from configs.own_code import is_admitted, is_import_path, takes
 from configs.reading.keys import KeyPath, dotted, find, leaves
@@ -335,6 +336,42 @@ def later_diff(old: dict[str, Any], new: dict[str, Any], steps: int) -> list[str
         for after, lines in _differences(old, new, steps)
     ]
     return [line for lines in found for line in lines]
+
+
+def require_counted(old: dict[str, Any], new: dict[str, Any], steps: int, tokens: int) -> None:
+    """Check that a job which goes on after `steps` steps, `tokens` tokens, counts as many, if a key depends on it.
+
+    Args:
+        old, new: the complete configs before and after.
+
+    Raises:
+        ConfigError: it counts others, and the job before did not.
+    """
+    key, counted = _miscounted(new, steps, tokens)
+    if key and not _miscounted(old, steps, tokens)[0]:
+        raise ConfigError(
+            f"{key} counts tokens, and with training.seq_len and training.global_batch_size as they are now, {steps:,} "
+            f"steps have {counted:,} tokens; these had {tokens:,}. Leave the two as they were, and set them in a stage "
+            f"that begins there: --stages '[{{at_step = {steps}, training.seq_len = ...}}]', or in the job file"
+        )
+
+
+def _miscounted(config: dict[str, Any], steps: int, tokens: int) -> tuple[str, int]:
+    """A key that counts the tokens of `steps` steps, if these are not `tokens`, and how many they are."""
+    stages = stored_stages(config)
+    present = [stage for stage in stages if stage[0].after <= steps][-1]
+    border, keys = present
+    training = keys["training"]
+    counted = border.tokens + (steps - border.after) * training["seq_len"] * training["global_batch_size"]
+    if counted == tokens:
+        return "", counted
+    for border, keys in stages[stages.index(present) :]:
+        if keys["lr_schedule"].get("total_tokens") and border.schedule_after < steps:
+            return "lr_schedule.total_tokens", counted
+    for index, stage in enumerate(config.get("stages", [])):
+        if (stage.get("at_tokens") or 0) > min(counted, tokens):
+            return f"stages.{index}.at_tokens", counted
+    return "", counted
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], first: int) -> Iterator[tuple[int, list[str]]]:

@@ -38,7 +38,7 @@ from configs.places import COPIES, is_url
 from configs.reading.keys import dotted, key_path
 from configs.reading.overrides import split_flags
 from configs.reading.toml_text import value_text
-from configs.run_stages import later_diff, stage_of
+from configs.run_stages import later_diff, require_counted, stage_of
 from scripts.command import (
     end,
     folder_for,
@@ -78,7 +78,9 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     with ReadLock(checkpoint) as lock:  # a run that trains would remove it meanwhile
         manifest = read_manifest(checkpoint)
         job = _job_of(run, output, options.without, overrides, manifest.step)
-        changes = later_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
+        config = job.config.model_dump(mode="json")
+        changes = later_diff(manifest.config, config, manifest.step)
+        require_counted(manifest.config, config, manifest.step, manifest.tokens)
         _require_fitting(checkpoint, manifest, job)
         saved = read_trainer_state(checkpoint)
         position = _position(saved, manifest, job)

@@ -1,6 +1,7 @@
 """keel fork: a run that begins at a checkpoint of another, with other keys or another mixture."""
 
 import json
+import math
 import shlex
 import shutil
 
@@ -92,6 +93,27 @@ def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, wo
     assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_whose_job_would_count_other_tokens_is_refused_and_a_stage_goes_on(tmp_path, capsys, monkeypatch):
+    """Steps before the fork had the tokens that they had: a schedule in tokens does not jump back."""
+    monkeypatch.chdir(tmp_path)
+    by_tokens = "--lr_schedule.warmup_steps 0 --lr_schedule.total_steps none --lr_schedule.total_tokens 1200"
+    launch(tmp_path, f"{by_tokens} --training.steps 4")
+    sizes = ["--training.global_batch_size", "4"]
+    assert fork.main(["run", "--output", "fork", *sizes]) == 78
+    assert (
+        "lr_schedule.total_tokens counts tokens, and with training.seq_len and training.global_batch_size as they are "
+        "now, 4 steps have 256 tokens; these had 512."
+    ) in capsys.readouterr().err
+    resumed = launch(tmp_path, f"{by_tokens} {shlex.join(sizes)} --job.allow_run_change true", expect=78)
+    assert "4 steps have 256 tokens; these had 512" in resumed.said
+    stage = "[{at_step = 4, training.global_batch_size = 4}]"
+    assert fork.main(["run", "--output", "fork", "--stages", stage]) == 0
+    go_on(tmp_path, "--training.steps 6")
+    rates = [record["lr"] for record in records(tmp_path / "fork")]
+    done = [0, 128, 256, 384, 512, 576]
+    assert rates == pytest.approx([1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * each / 1200)) / 2) for each in done])
 
 
 @pytest.mark.parametrize(

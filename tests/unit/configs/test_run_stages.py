@@ -7,7 +7,7 @@ import tomli
 
 from configs.errors import ConfigError
 from configs.load import load
-from configs.run_stages import Border, border_of, in_effect, stage_of, trained_diff
+from configs.run_stages import Border, border_of, in_effect, require_counted, stage_of, trained_diff
 from tests.unit.small_job import JOB
 from trainer.lr_schedule import learning_rate_of
 from trainer.planning.stage_table import stage_table
@@ -281,3 +281,27 @@ def test_a_source_whose_name_stands_for_other_data_is_refused(job, source, key, 
         with pytest.raises(ConfigError, match="give other data another name") as refused:
             job(stages, "--tokenizer.path", "t.model")
         assert f'{key} of the source "random" changes here: {change}. It would go on' in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "sizes", "step", "key"),
+    [
+        (STAGES, {}, 3, ""),
+        (STAGES, {"seq_len": 16}, 2, "stages.1.at_tokens"),
+        (STAGES, {"seq_len": 16}, 9, ""),  # that stage has begun
+        ("[[stages]]\nat_step = 9\nlr_schedule.total_tokens = 9000\n", {"seq_len": 16}, 3, ""),  # a later schedule
+        ("[[stages]]\nat_step = 9\nlr_schedule.total_tokens = 9000\n", {"seq_len": 16}, 9, ""),
+        ("[[stages]]\nat_step = 9\nlr_schedule.total_tokens = 9000\n", {"seq_len": 16}, 10, "lr_schedule.total_tokens"),
+    ],
+)
+def test_a_job_that_goes_on_counts_the_tokens_that_were_trained(job, stages, sizes, step, key):
+    before = job(stages)
+    old = before.config.model_dump(mode="json")
+    new = job(stages, *(word for name, size in sizes.items() for word in (f"--training.{name}", str(size))))
+    tokens = stage_of(before.stages, step + 1).tokens_before(step + 1)
+    for known, expected in ((old, key), (new.config.model_dump(mode="json"), "")):  # a mistake of before goes on
+        if expected:
+            with pytest.raises(ConfigError, match=rf"^{expected} counts tokens, and .* these had {tokens:,}\."):
+                require_counted(known, new.config.model_dump(mode="json"), step, tokens)
+        else:
+            require_counted(known, new.config.model_dump(mode="json"), step, tokens)
