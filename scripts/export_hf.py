@@ -20,8 +20,10 @@ if not __package__:  # run as a file
 
 from checkpoint.find import HF_CONFIG_NAME, OPTIMIZER_INDEX_NAME, tokenizer_of
 from checkpoint.lock import ReadLock
-from configs.errors import UserError
-from scripts.command import checkpoint_in, end, folder_for, parser_of, place_argument, run_command
+from configs.errors import ConfigError, UserError
+from configs.own_code import admit, is_import_path
+from configs.reading.overrides import split_flags
+from scripts.command import checkpoint_in, end, folder_for, parsed, parser_of, place_argument, run_command
 from trainer.report.console import Console
 from trainer.report.units import parse_size
 
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
     from checkpoint.export.hf_export import TokenizerFiles
 
 DEFAULT_SHARD_SIZE = "5GB"
+_OF_OWN_CODE = ("--model.architecture", "--lr_schedule.name")
+"""Keys by which the command line names code of the user's own that an optimizer's state depends on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the export; returns the exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, overrides = parsed(parser, arguments)
     of_model = (options.dtype, options.max_shard_size, options.tokenizer, options.own_class)
     if options.optimizer and any(of_model):
         parser.error(
@@ -44,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gather needs --optimizer")
 
     def work(console: Console) -> None:
+        _admit(overrides)
         last = OPTIMIZER_INDEX_NAME if options.optimizer else HF_CONFIG_NAME
         with folder_for(options.output, last, console) as output:
             checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
@@ -52,6 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 export(checkpoint, output, options, console)
 
     return run_command(work, "stopped; the export is not complete")
+
+
+def _admit(overrides: Sequence[str]) -> None:
+    """Import the code of the user's own that the command line names by the keys of a job.
+
+    Raises:
+        UserError: it can't be imported.
+        ConfigError: another key is set.
+    """
+    for flag, value in split_flags(overrides):
+        if flag not in _OF_OWN_CODE:
+            raise ConfigError(
+                f"{flag}: without effect on an export, which takes {', '.join(_OF_OWN_CODE)}; leave it out"
+            )
+        if is_import_path(value):
+            admit(str(value), flag)
 
 
 def _export_model(checkpoint: Path, output: Path, options: argparse.Namespace, console: Console) -> None:

@@ -39,6 +39,7 @@ from configs.architectures.mup import folds
 from configs.errors import UserError
 from configs.files import synced
 from configs.machine import free_memory
+from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.reading.removed import without_removed
 from configs.run_stages import RunStage, border_of
@@ -130,6 +131,10 @@ def _described_optimizers(
         config = Config.model_validate_json(json.dumps(without_removed(manifest.in_effect)))
     except ValidationError:
         raise UserError(f"{checkpoint} holds only a model's weights, no job to continue") from None
+    if is_import_path(config.optimizer.name):
+        raise UserError(
+            f"{checkpoint} has the state of {config.optimizer.name}, and only that of Keel's own is exported"
+        )
     stage = RunStage(border_of(manifest.config, manifest.step), config)
     if is_described(config.model) and folds(config.model):
         raise UserError(

@@ -3,6 +3,7 @@ because a run folder names it."""
 
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -152,6 +153,22 @@ def test_a_schedule_of_ones_own_is_its_formula_in_the_metrics(tmp_path):
     shapes = [1 / 3, 2 / 3, *((1 - step / 18) ** 2 for step in range(18))]
     expected = [1e-2 * (shape if step < 2 else 0.1 + 0.9 * shape) for step, shape in enumerate(shapes)]
     assert [record["lr"] for record in records(tmp_path / "run")] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_an_optimizers_state_is_exported_once_the_code_it_depends_on_is_named(tmp_path):
+    write_files(tmp_path)
+    schedule = ("--lr_schedule.name", "my_schedule:parabola")
+    launch(tmp_path, f"{shlex.join(schedule)} --training.steps 3")
+    assert keel(tmp_path, "export", "run", "out", "--optimizer").code == 78
+    exported = keel(tmp_path, "export", "run", "out", "--optimizer", *schedule)
+    assert exported.code == 0, exported.err
+    assert (tmp_path / "out" / "adamw.pt").exists()
+    other = keel(tmp_path, "export", "run", "out-2", "--optimizer", "--optimizer.lr", "1")
+    assert "--optimizer.lr: without effect on an export" in other.err
+    launch(tmp_path, "--optimizer.name torch.optim:NAdam --training.steps 1 --job.output_dir nadam")
+    refused = keel(tmp_path, "export", "nadam", "out-3", "--optimizer")
+    assert "has the state of torch.optim:NAdam, and only that of Keel's own is exported" in refused.err
 
 
 @pytest.mark.slow
