@@ -123,7 +123,7 @@ class Commands:
                 return
             if has_ended:
                 self._end()
-            if self._due and not self._running and not self.stop:
+            if self._due and not self._running and not (self.stop or self.are_left):
                 self._start(self._due.popleft())
             if is_new or has_ended:
                 self._collect()
@@ -230,7 +230,7 @@ class Commands:
         shutil.rmtree(output, ignore_errors=True)
         if self.are_left or self.stop:
             self.are_left = True
-            self.console.line(f"{due}: interrupted; the next launch runs it")
+            self.console.line(f"{due}: interrupted; it runs again when the run goes on")
             return
         log = output.with_suffix(LOG)
         reason = f"signal {-code} ended it"

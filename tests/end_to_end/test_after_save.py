@@ -145,7 +145,7 @@ def test_what_a_stop_interrupts_the_next_launch_runs(tmp_path):
     assert finish(process).code == 75
     assert time.monotonic() - began < 20
     assert not lives(pid)
-    assert said(run, "task") == ["task after step 5: interrupted; the next launch runs it"]
+    assert said(run, "task") == ["task after step 5: interrupted; it runs again when the run goes on"]
     assert {path.suffix for path in (run / "after_save/task").iterdir()} == {".log"}
     steps = steps_in(run / "checkpoints")
     (run / "after_save/task/step-00000005").mkdir()  # as if that one had succeeded
@@ -205,7 +205,8 @@ def test_a_rewind_ends_a_command_and_begins_again_with_it(tmp_path):
     spiky = (word for key, value in rule.items() for word in (f"--fault.spikes.{key}", str(value)))
     assert launch_here(tmp_path, *after_save(task=(SLEEP, 10)), *saving(), *sync, *spiky) == 1
     assert "back to step 10" in (tmp_path / "run/run.log").read_text()
-    assert set(said(tmp_path / "run", "task")) == {"task after step 10: interrupted; the next launch runs it"}
+    interrupted = "task after step 10: interrupted; it runs again when the run goes on"
+    assert set(said(tmp_path / "run", "task")) == {interrupted}
 
 
 @pytest.mark.slow

@@ -74,10 +74,13 @@ class Launch:
     def newest(self) -> int | None:
         return max(steps_in(self.run / "checkpoints"), default=None)
 
-    def save(self, step: int) -> None:
+    def commit(self, step: int) -> None:
         folder = step_folder(self.run / "checkpoints", step)
         folder.mkdir(parents=True)
         (folder / MANIFEST_NAME).write_text("{}")
+
+    def save(self, step: int) -> None:
+        self.commit(step)
         self.commands.poll()
 
     def process_of_the_command(self) -> int:
@@ -127,7 +130,7 @@ def test_one_that_never_succeeded_is_run_for_what_a_stop_interrupted_or_kept_wai
     stopped.process_of_the_command()
     stopped.save(saved[-1])  # by the stop
     stopped.commands.finish(is_done=False)
-    assert stopped.said == ["task after step 5: interrupted; the next launch runs it"]
+    assert stopped.said == ["task after step 5: interrupted; it runs again when the run goes on"]
     resumed = Launch(tmp_path, "true", "true")
     resumed.commands.finish(is_done=True)
     assert resumed.has_run() == resumed.has_run("other0") == due
@@ -142,6 +145,22 @@ def test_one_that_is_new_is_run_for_the_newest_checkpoint_of_its_own(tmp_path):
     resumed = Launch(tmp_path, "true")
     resumed.commands.finish(is_done=True)
     assert resumed.has_run() == [10]
+
+
+def test_a_rewind_begins_no_command_and_the_same_launch_runs_what_it_interrupted(tmp_path):
+    """A command of the checkpoint that was saved last would begin on what the rewind sets aside."""
+    launch = Launch(tmp_path, SLEEP)
+    launch.save(5)
+    launch.process_of_the_command()
+    launch.commit(10)
+    launch.commands.finish(is_done=False)
+    assert launch.said == ["task after step 5: interrupted; it runs again when the run goes on"]
+    launch.commands.open()
+    launch.commands.poll()
+    assert launch.commands._running is not None
+    (due, _) = launch.commands._running
+    assert due.step == 5
+    launch.commands.finish(is_done=False)
 
 
 def test_a_signal_that_does_not_come_from_the_run_is_a_failure(tmp_path):
@@ -165,7 +184,7 @@ def test_a_signal_to_all_processes_of_the_job_begins_no_other_command(tmp_path):
     launch.stop.record(signal.SIGTERM, None)
     launch.signal_all(signal.SIGTERM)
     launch.commands.poll()
-    assert launch.said == ["task after step 5: interrupted; the next launch runs it"]
+    assert launch.said == ["task after step 5: interrupted; it runs again when the run goes on"]
     assert launch.commands._running is None
     # The stop's save, which is still to come, would remove a checkpoint that nothing needs.
     assert [step for step in (5, 10) if launch.is_kept(step)] == [5, 10]
@@ -203,5 +222,5 @@ def test_a_stop_ends_what_the_command_has_started_in_another_session(tmp_path):
     launch.save(5)
     pid = launch.process_of_the_command()
     launch.commands.finish(is_done=False)
-    assert launch.said == ["task after step 5: interrupted; the next launch runs it"]
+    assert launch.said == ["task after step 5: interrupted; it runs again when the run goes on"]
     assert ends(pid)
