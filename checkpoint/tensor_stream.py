@@ -40,7 +40,7 @@ Progress = Callable[[int, int], Any]
 
 
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """Read the whole tensor `name` of the checkpoint in `folder`, however many ranks have written it.
+    """Read the whole tensor `name` of a checkpoint, however many ranks have written it; zeros if none has.
 
     Takes the memory of the tensor and, if several ranks have written it, of one rank's part of it.
 
@@ -55,7 +55,7 @@ def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
     entry = entry_of(metadata, name)
     if len(entry.chunks) == 1:
         return read_part(folder, metadata, name, entry.chunks[0])
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    whole = torch.zeros(entry.size, dtype=entry.properties.dtype)
     for chunk in entry.chunks:
         box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
         whole[box] = read_part(folder, metadata, name, chunk)

@@ -32,7 +32,7 @@ from checkpoint.export.hf_config import (
     to_hf,
 )
 from checkpoint.export.hf_folder import INDEX_NAME, SINGLE_NAME, check_count, dtype_name, dtypes_of
-from checkpoint.export.model_files import model_entries, model_of, n_tensors
+from checkpoint.export.model_files import model_entries, model_of, n_tensors, with_biases
 from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
 from checkpoint.index import read_metadata
@@ -107,6 +107,7 @@ def export_hf(
         return
     assert is_described(model)
     check_count(checkpoint / manifests.MANIFEST_NAME, model, n_tensors(metadata))
+    metadata = with_biases(metadata, model)
     written = as_written(model, own_class)
     if missing := left_out(written):
         warn(missing)

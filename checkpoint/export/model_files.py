@@ -1,14 +1,14 @@
 """A model on disk, in a checkpoint or in a Hugging Face folder: one form to read its tensors from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from checkpoint import manifest as manifests
 from checkpoint.compare import described
@@ -27,7 +27,7 @@ from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
 from checkpoint.index import read_metadata
 from checkpoint.manifest import Manifest, damaged, read_manifest
 from checkpoint.tensor_stream import entry_of, read_tensor
-from configs.architectures import HF_CLASSES
+from configs.architectures import HF_CLASSES, stored_tensors
 from configs.schema import AnyModel, OwnModel, is_described, table_of_model
 from configs.untrusted import first_fault
 
@@ -56,6 +56,7 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
     metadata = read_metadata(checkpoint)
     model = model_of(manifest, checkpoint)
     check_count(checkpoint / manifests.MANIFEST_NAME, model, n_tensors(metadata))
+    metadata = with_biases(metadata, model)
     trained = manifest.value("training", "seq_len", int) or 0
     seq_len = _longest_sequence(model, trained)
     entries = model_entries(metadata)
@@ -115,6 +116,19 @@ def _longest_sequence(model: AnyModel, trained: int) -> int:
     if isinstance(model, OwnModel):
         return model.max_seq_len or trained
     return longest_sequence(model, trained) if is_described(model) else family.seq_len_of(model, trained)
+
+
+def with_biases(metadata: Metadata, model: AnyModel) -> Metadata:
+    """Add biases of routers that the first checkpoint of a fork may lack: tensors without parts, thus zeros."""
+    if not is_described(model):
+        return metadata
+    properties = TensorProperties(torch.float32)
+    lacking = {
+        f"model.{weight.name}": TensorStorageMetadata(properties, torch.Size(weight.shape), [])
+        for weight in stored_tensors(model)
+        if weight.is_buffer
+    }
+    return replace(metadata, state_dict_metadata={**lacking, **metadata.state_dict_metadata})
 
 
 def model_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -6,14 +6,18 @@ import shlex
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from checkpoint import manifest as manifests
+from checkpoint.export.model_files import checkpoint_files
 from checkpoint.export.output import unfinished_folder
 from checkpoint.manifest import step_folder
 from configs.load import load
 from scripts import checkpoint as checkpoints
 from scripts import data, export_hf, fork
-from tests.end_to_end.launch import TINY, curve, launch, records, tensors
+from scripts.parity_options import LATENT, MOE
+from tests.end_to_end.launch import TINY, curve, launch, launch_here, records, tensors
 
 SOURCES = '--data.sources \'[{name = "a", kind = "synthetic", weight = 3.0}, {name = "b", kind = "synthetic"}]\' '
 WORDS = f"{SOURCES} --training.steps 8 --checkpoint.interval 4"
@@ -148,6 +152,22 @@ def test_a_run_that_goes_back_meanwhile_is_said_to_have_done_so(
     assert script.main(words) == 1
     assert "step-00000008 is no longer there: its run has gone back" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_fork_with_biases_of_routers_is_read_before_it_has_trained(tmp_path, monkeypatch):
+    """Its first checkpoint has the run's tensors, without biases: they are 0."""
+    monkeypatch.chdir(tmp_path)
+    words = {**MOE, **LATENT, "model.n_heads": 8, "model.n_experts": 8, "model.router.scoring": "sigmoid"}
+    flags = [each for key, value in words.items() for each in (f"--{key}", str(value))]
+    assert launch_here(tmp_path, *flags, "--training.steps", "1", "--checkpoint.interval", "1") == 0
+    assert fork.main(["run", "--output", "fork", "--model.router.load_balance", "bias"]) == 0
+    files = checkpoint_files(step_folder(tmp_path / "fork/checkpoints", 1))
+    name = "model.layers.1.mlp.router.bias"
+    assert name in files.tensors
+    assert files.read(name).equal(torch.zeros(8))
+    assert export_hf.main(["fork", "out"]) == 0
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert exported["model.layers.1.mlp.gate.e_score_correction_bias"].equal(torch.zeros(8))
 
 
 @pytest.fixture(scope="module")
