@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gather needs --optimizer")
 
     def work(console: Console) -> None:
-        _admit(overrides)
+        _admit(overrides, _OF_OWN_CODE if options.optimizer else ())
         last = OPTIMIZER_INDEX_NAME if options.optimizer else HF_CONFIG_NAME
         with folder_for(options.output, last, console) as output:
             checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
@@ -59,20 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; the export is not complete")
 
 
-def _admit(overrides: Sequence[str]) -> None:
-    """Import the code of the user's own that the command line names by the keys of a job.
+def _admit(overrides: Sequence[str], flags: Sequence[str]) -> None:
+    """Import the code of the user's own that the command line names by these keys of a job.
 
     Raises:
         UserError: it can't be imported.
         ConfigError: another key is set.
     """
     for flag, value in split_flags(overrides):
-        if flag not in _OF_OWN_CODE:
+        if flag not in flags or not is_import_path(value):
             raise ConfigError(
-                f"{flag}: without effect on an export, which takes {', '.join(_OF_OWN_CODE)}; leave it out"
+                f"{flag}: without effect on an export; only --optimizer takes {' and '.join(_OF_OWN_CODE)}, for code "
+                "of your own; leave it out"
             )
-        if is_import_path(value):
-            admit(str(value), flag)
+        admit(str(value), flag)
 
 
 def _export_model(checkpoint: Path, output: Path, options: argparse.Namespace, console: Console) -> None:

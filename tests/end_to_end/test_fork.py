@@ -170,6 +170,14 @@ def test_a_fork_with_biases_of_routers_is_read_before_it_has_trained(tmp_path, m
     assert exported["model.layers.1.mlp.gate.e_score_correction_bias"].equal(torch.zeros(8))
 
 
+@pytest.mark.parametrize(
+    "words", [("--optimizer", "--lr_schedule.name", "cosine"), ("--lr_schedule.name", "my_schedule:parabola")]
+)
+def test_a_key_without_effect_on_an_export_is_refused(tmp_path, capsys, words):
+    assert export_hf.main([str(tmp_path), str(tmp_path / "out"), *words]) == 78
+    assert "--lr_schedule.name: without effect on an export" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
     """A run of 8 steps, of two stages and a ramp that is still to come; sources in stages have no weights."""
