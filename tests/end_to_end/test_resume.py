@@ -2,11 +2,14 @@
 
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpoint.manager import CheckpointManager
+from configs.errors import UserError
 from tests.end_to_end.launch import (
     assert_same_tensors,
     curve,
@@ -133,6 +136,41 @@ def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_pa
     assert sorted(path.name for path in checkpoints.iterdir()) == names
     aside = checkpoints / "abandoned-001"
     assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step-00000008", "step-00000011"]
+
+
+def test_a_run_that_goes_back_to_before_its_balance_of_experts_begins_even_again(tmp_path, monkeypatch):
+    short = ("--model.n_experts", "4", "--checkpoint.interval", "4", "--training.steps")
+    assert launch_here(tmp_path, *short, "4") == 0
+    rewind = CheckpointManager.rewind
+    found = []
+
+    def watched(manager, step, state):
+        before = {name: kept.clone() for name, kept in state.items() if name.endswith(("mlp.router", "router.bias"))}
+        saved = rewind(manager, step, state)
+        found.append((step, before, {name: state[name].clone() for name in before}))
+        return saved
+
+    monkeypatch.setattr(CheckpointManager, "rewind", watched)
+    balance = "{load_balance = 'bias_and_auxiliary_loss', auxiliary_loss_over = 'global_batch'}"
+    spikes = "{action = 'rewind', window = 2, threshold = 1e-9, rewind_interval = 4}"
+    added = (
+        "--model.router",
+        balance,
+        "--fault.spikes",
+        spikes,
+        "--job.allow_run_change",
+        "true",
+        "--optimizer.lr",
+        "1",
+    )
+    with suppress(UserError):  # it goes back too often
+        launch_here(tmp_path, *short, "8", *added)
+    step, before, after = found[0]
+    assert step == 4
+    assert len(after) == 4
+    for name, kept in after.items():
+        assert len(before[name].unique()) > 1
+        assert kept.unique().tolist() == [float(name.startswith("load."))]
 
 
 def test_a_balance_of_experts_may_be_added_and_begins_even(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
