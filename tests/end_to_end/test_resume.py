@@ -192,6 +192,11 @@ def test_a_balance_of_experts_may_be_added_and_begins_even(tmp_path: Path, capsy
         (tmp_path / "run").rename(tmp_path / name)
     assert first["with"][:2] == first["without"][:2]
     assert first["with"][2] != first["without"][2]
+    shutil.copytree(tmp_path / "with", tmp_path / "run")
+    dropped = ("--job.allow_run_change", "true", *added[:2])  # the loss is over sequences again
+    assert launch_here(tmp_path, "--model.n_experts", "4", *short, "7", *dropped) == 0
+    assert not any(name.startswith("load.") for name in tensors(tmp_path / "run", 7))
+    shutil.rmtree(tmp_path / "run")
     begun = ("--checkpoint.init_from", str(tmp_path / "before"), *added)
     assert launch_here(tmp_path, "--model.n_experts", "4", *short, "1", *begun) == 0
     assert "computes something else" not in capsys.readouterr().out
