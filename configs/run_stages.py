@@ -357,16 +357,20 @@ def require_counted(old: dict[str, Any], new: dict[str, Any], steps: int, tokens
 
 
 def _miscounted(config: dict[str, Any], steps: int, tokens: int) -> tuple[str, int]:
-    """A key that counts the tokens of `steps` steps, if these are not `tokens`, and how many they are."""
+    """A key that counts the tokens of `steps` steps, if these are not `tokens`, and how many they are.
+
+    A stranger's config that does not say them has no such key.
+    """
     stages = stored_stages(config)
     present = [stage for stage in stages if stage[0].after <= steps][-1]
     border, keys = present
-    training = keys["training"]
-    counted = border.tokens + (steps - border.after) * training["seq_len"] * training["global_batch_size"]
-    if counted == tokens:
+    training = keys.get("training", {})
+    per_step = training.get("seq_len", 0) * training.get("global_batch_size", 0)
+    counted = border.tokens + (steps - border.after) * per_step
+    if counted == tokens or not per_step:
         return "", counted
     for border, keys in stages[stages.index(present) :]:
-        if keys["lr_schedule"].get("total_tokens") and border.schedule_after < steps:
+        if keys.get("lr_schedule", {}).get("total_tokens") and border.schedule_after < steps:
             return "lr_schedule.total_tokens", counted
     for index, stage in enumerate(config.get("stages", [])):
         if (stage.get("at_tokens") or 0) > min(counted, tokens):
