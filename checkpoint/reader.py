@@ -296,16 +296,15 @@ class Reader:
         """Compare names, shapes and dtypes on all ranks, then load the tensors.
 
         The average of the weights is left out where only one side has it, or both have another kind, as
-        job.allow_run_change allows. The run's average then begins anew. So does the balance of experts where the
-        checkpoint has none.
+        job.allow_run_change allows; the run then begins a new one. Neutral tensors that the checkpoint lacks get their
+        values.
         """
-        saved = dict(found.metadata.state_dict_metadata)
-        state = dict(state)
-        for name, value in self.run.neutral.items():
-            if name in state and name not in saved:
-                state.pop(name).fill_(value)
-        for name in [name for name in saved if name.startswith(LOAD) and name not in self.run.neutral]:
-            del saved[name]
+        saved = found.metadata.state_dict_metadata
+        lacking = {name: value for name, value in self.run.neutral.items() if name in state and name not in saved}
+        for name, value in lacking.items():
+            state[name].fill_(value)
+        state = {name: tensor for name, tensor in state.items() if name not in lacking}
+        saved = {name: each for name, each in saved.items() if not name.startswith(LOAD) or name in self.run.neutral}
         found = replace(found, metadata=replace(found.metadata, state_dict_metadata=saved))
         is_alike = UPDATES in saved and UPDATES in state
         if not is_alike or entry_of(found.metadata, UPDATES).size != state[UPDATES].shape:

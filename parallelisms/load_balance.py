@@ -104,9 +104,11 @@ class LoadBalance:
         entropies = [router.entropy for router in self._routers.values()] or [tokens.new_zeros(())] * len(tokens)
         self._counts = torch.cat((tokens, torch.stack(entropies)[:, None]), dim=1)
         self._is_summed = False
-        if is_described(self._config) and self._config.router.has_bias:
+        if not is_described(self._config):
+            return
+        if self._config.router.has_bias:
             self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
-        if is_described(self._config) and self._config.router.balances_global_batch:
+        if self._config.router.balances_global_batch:
             self._keep_frequencies(skip)
 
     @torch.no_grad()
@@ -126,8 +128,8 @@ class LoadBalance:
     def _keep_frequencies(self, skip: Tensor) -> None:
         tokens = self._summed()[:, :-1]
         frequencies = tokens / tokens.mean(1, keepdim=True)
-        for kept, frequency in zip(self.state().values(), frequencies, strict=True):
-            kept.copy_(torch.where(skip.bool(), kept, frequency))
+        for router, frequency in zip(self._routers.values(), frequencies, strict=True):
+            router.frequency.copy_(torch.where(skip.bool(), router.frequency, frequency))
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has of the balance, by name, beside the routers' biases, which are the model's."""
