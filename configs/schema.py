@@ -170,7 +170,8 @@ class Training(Table):
     """Seed of the initial weights and of the data order."""
     dtype: Dtype = "float32"
     """Data type of parameters and optimizer state. bfloat16 rounds away what changes a weight by less than 1/512, which
-    is most of a small lr's updates and all of the usual weight_decay; with compute_dtype alone nothing is lost."""
+    is most of a small lr's updates and all of the usual weight_decay, unless optimizer.rounding = "stochastic"; with
+    compute_dtype alone nothing is lost."""
     compute_dtype: Dtype = "float32"
     """Data type of the forward and backward passes."""
     reduce_dtype: Dtype = "float32"
@@ -242,6 +243,13 @@ class Optimizer(Table):
     ] = "float32"
     """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, the same on any mesh;
     float32 stands for training.dtype if that is another type."""
+    rounding: Annotated[
+        Literal["nearest", "stochastic"],
+        only_with("name", "adamw", reason="whose update is not rounded so"),
+        only_with("training.dtype", "bfloat16", reason="whose weights need no such rounding"),
+    ] = "nearest"
+    """How AdamW rounds weights and moments in bfloat16. nearest: what changes a weight by less than 1/512 is lost;
+    stochastic: it is right on average, the same on any mesh."""
     kernel: Literal["auto", "torch"] = "auto"
     """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
     otherwise torch's; torch: always torch's (machine key)."""

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from configs.only_with import Condition, conditions
+from configs.own_code import is_import_path
 from configs.reading.hf_config import unknown_fields
 from configs.reading.keys import KeyPath, dotted
 from configs.reading.toml_text import value_text
@@ -33,11 +34,24 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"pipeline.schedule = {value_text(schedule)} does nothing with mesh.pp = 1"
     if validation > steps:
         yield f"validation.interval = {validation:,} is beyond training.steps = {steps:,}: there is no validation"
+    yield from _rounded_away(config)
     if is_described(config.model):
         yield from _beyond_the_layers(config.model)
     if isinstance(config.model, HfModel) and (unknown := unknown_fields(config.model.fields)):
         family = f"the configuration of {config.model.model_type}"
         yield f"fields of the config.json that {family} does not have do nothing: {', '.join(unknown)}"
+
+
+def _rounded_away(config: Config) -> Iterator[str]:
+    """A rule of the user's own may well round in another way."""
+    optimizer = config.optimizer
+    if config.training.dtype != "bfloat16" or optimizer.rounding == "stochastic" or is_import_path(optimizer.name):
+        return
+    stochastic = 'optimizer.rounding = "stochastic", or ' if optimizer.name == "adamw" else ""
+    yield (
+        'with training.dtype = "bfloat16", an update that changes a weight by less than 1/512 of it does nothing; set '
+        f'{stochastic}training.dtype = "float32" and training.compute_dtype = "bfloat16"'
+    )
 
 
 def _beyond_the_layers(model: Model) -> Iterator[str]:

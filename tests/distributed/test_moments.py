@@ -1,4 +1,4 @@
-"""`optimizer.moments_dtype = "bfloat16"`: no mesh changes how a moment is rounded, nor does a stop."""
+"""AdamW's stochastic rounding of moments, and of weights in bfloat16: no mesh changes it, nor does a stop."""
 
 import pytest
 import torch
@@ -18,8 +18,12 @@ from scripts.parity_rows import words
 from tests.marked import marked
 from tests.torture.resume import curve, go_on
 
-EXACT = {"training.reduction": "exact", "optimizer.moments_dtype": "bfloat16", "training.steps": 8}
+EXACT = {"training.reduction": "exact", "training.steps": 8}
 EXACT |= {"model.dim": 32, "model.n_layers": 2, "model.ffn_dim": 70, "model.vocab_size": 200}
+ROUNDED: dict[str, dict[str, object]] = {
+    "moments": {"optimizer.moments_dtype": "bfloat16"},
+    "weights": {"training.dtype": "bfloat16", "optimizer.rounding": "stochastic"},
+}
 MESHES: dict[str, tuple[int, dict[str, object]]] = {
     "DDP 2": (2, {"mesh.dp_replicate": 2, "mesh.dp_shard": 1}),
     "FSDP 4, of uneven rows": (4, {"mesh.dp_shard": 4}),
@@ -29,20 +33,26 @@ MESHES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
+def bits_of(ranks, n: int, overrides: dict[str, object]) -> set[str]:
+    return set(ranks(n, bits, "parity.toml", dtype_overrides("float32") + words(EXACT | overrides)))
+
+
 @pytest.fixture(scope="module")
-def of_one_rank(ranks) -> str:
-    return ranks(1, bits, "parity.toml", dtype_overrides("float32") + words(EXACT))[0]
+def of_one_rank(ranks) -> dict[str, set[str]]:
+    return {what: bits_of(ranks, 1, overrides) for what, overrides in ROUNDED.items()}
 
 
+@pytest.mark.parametrize("what", ROUNDED)
 @pytest.mark.parametrize("mesh", marked(MESHES, slow=["FSDP 4, of uneven rows", "HSDP 2x2", "PP 2"]))
-def test_exact_runs_have_the_bits_of_one_rank(ranks, of_one_rank, mesh):
+def test_exact_runs_have_the_bits_of_one_rank(ranks, of_one_rank, mesh, what):
     n, overrides = MESHES[mesh]
-    assert set(ranks(n, bits, "parity.toml", dtype_overrides("float32") + words(EXACT | overrides))) == {of_one_rank}
+    assert bits_of(ranks, n, ROUNDED[what] | overrides) == of_one_rank[what]
 
 
-def test_the_bits_are_not_those_of_moments_in_float32(ranks, of_one_rank):
-    plain = EXACT | {"optimizer.moments_dtype": "float32"}
-    assert ranks(1, bits, "parity.toml", dtype_overrides("float32") + words(plain)) != [of_one_rank]
+@pytest.mark.parametrize("what", ROUNDED)
+def test_the_bits_are_not_those_of_other_rounding(ranks, of_one_rank, what):
+    nearest = {"moments": {}, "weights": {"training.dtype": "bfloat16"}}
+    assert bits_of(ranks, 1, nearest[what]) != of_one_rank[what]
 
 
 def numbers_of_parts() -> None:
@@ -87,7 +97,7 @@ def test_a_part_knows_its_elements_numbers_in_the_whole(ranks):
 
 
 RUN = "--training.dtype float32 --metrics.tensorboard false --training.micro_batch_size 1 --training.reduction exact"
-ROUNDED = f"{RUN} --optimizer.moments_dtype bfloat16"
+WITH_MOMENTS = " ".join((RUN, *words(ROUNDED["moments"])))
 
 
 def run_to(ranks, n, folder, step, words):
@@ -96,12 +106,14 @@ def run_to(ranks, n, folder, step, words):
 
 
 @pytest.mark.slow
-def test_a_run_that_moves_between_meshes_has_the_bits_of_one_that_stays(ranks, tmp_path):
-    stays = run_to(ranks, 1, tmp_path / "stays", 6, ROUNDED)
+@pytest.mark.parametrize("what", ROUNDED)
+def test_a_run_that_moves_between_meshes_has_the_bits_of_one_that_stays(ranks, tmp_path, what):
+    rounded = " ".join((RUN, *words(ROUNDED[what])))
+    stays = run_to(ranks, 1, tmp_path / "stays", 6, rounded)
     moves = tmp_path / "moves"
-    run_to(ranks, 2, moves, 2, ROUNDED)
-    run_to(ranks, 2, moves, 4, f"{ROUNDED} --mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner")
-    assert not list(compare(run_to(ranks, 4, moves, 6, f"{ROUNDED} --mesh.pp 2"), stays))
+    run_to(ranks, 2, moves, 2, rounded)
+    run_to(ranks, 2, moves, 4, f"{rounded} --mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner")
+    assert not list(compare(run_to(ranks, 4, moves, 6, f"{rounded} --mesh.pp 2"), stays))
     assert curve(moves) == curve(tmp_path / "stays")
     moment = read_tensor(stays, read_metadata(stays), "optimizer.norm.weight.exp_avg")
     assert moment.dtype == torch.bfloat16
@@ -112,8 +124,8 @@ def test_a_run_that_moves_between_meshes_has_the_bits_of_one_that_stays(ranks, t
 def test_moments_change_their_type_only_if_that_is_allowed(ranks, tmp_path):
     run_to(ranks, 1, tmp_path, 2, RUN)
     with pytest.raises(Exception, match=r"optimizer.moments_dtype: \"float32\" -> \"bfloat16\""):
-        run_to(ranks, 1, tmp_path, 3, ROUNDED)
-    for step, run, dtype in ((3, ROUNDED, torch.bfloat16), (4, RUN, torch.float32)):
+        run_to(ranks, 1, tmp_path, 3, WITH_MOMENTS)
+    for step, run, dtype in ((3, WITH_MOMENTS, torch.bfloat16), (4, RUN, torch.float32)):
         newest = run_to(ranks, 1, tmp_path, step, f"{run} --job.allow_run_change true")
         assert read_metadata(newest).state_dict_metadata["optimizer.norm.weight.exp_avg"].properties.dtype == dtype
         assert read_tensor(newest, read_metadata(newest), "optimizer.norm.weight.step") == step

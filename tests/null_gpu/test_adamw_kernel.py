@@ -51,7 +51,7 @@ def kernels() -> Iterator[ModuleType]:
         yield module
 
 
-def made(kernels: ModuleType, keyed: bool, copies: bool = True) -> list:
+def made(kernels: ModuleType, keyed: bool, copies: bool = True, dtype: torch.dtype = torch.float32) -> list:
     """Parameters in the middle of a run, after three updates."""
     generator = torch.Generator().manual_seed(4)
 
@@ -65,7 +65,8 @@ def made(kernels: ModuleType, keyed: bool, copies: bool = True) -> list:
             m, v = m.bfloat16(), v.bfloat16()
         key = key_of(1, str(place), part) if keyed else None
         copy = torch.zeros(n, dtype=torch.bfloat16) if copies and place != 2 else None
-        tensors.append(kernels.Updated(draw(n, 1.0), draw(n, 0.1), m, v, torch.tensor(3.0), key, copy))
+        weight, gradient = draw(n, 1.0).to(dtype), draw(n, 0.1).to(dtype)
+        tensors.append(kernels.Updated(weight, gradient, m, v, torch.tensor(3.0), key, copy))
     return tensors
 
 
@@ -78,14 +79,15 @@ def copied(tensors: list) -> list:
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("divisor", [None, 1.7])
-def test_moments_in_bfloat16_are_those_of_separate_operations_bit_for_bit(kernels, divisor):
-    tensors = made(kernels, keyed=True)
+def test_what_is_in_bfloat16_is_that_of_separate_operations_bit_for_bit(kernels, divisor, dtype):
+    tensors = made(kernels, keyed=True, copies=dtype == torch.float32, dtype=dtype)
     before = copied(tensors)
     divide = None if divisor is None else torch.tensor(divisor)
     kernels.Group().update(tensors, RATES, torch.tensor(0.0), divide)
     for found, old in zip(tensors, before, strict=True):
-        gradient = old.gradient if divide is None else old.gradient * (1.0 / divide)
+        gradient = old.gradient.float() * (1.0 if divide is None else 1.0 / divide)
         separate.update(old.parameter, gradient, old.exp_avg, old.exp_avg_sq, 4, old.key, RATES)
         for name in ("parameter", "exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(found, name), getattr(old, name)), name
@@ -160,12 +162,14 @@ def test_the_table_follows_gradients_that_move(kernels):
 # Registers, and instructions in all: what ptxas makes of the kernel for sm_90 (Triton 3.6), with a margin of a tenth,
 # or with Triton 3.9, 105 and 113. An SM holds as many blocks with up to 128.
 MACHINE_CODE = {
-    # moments in bfloat16, levels of the parts, copies: registers, instructions
-    "bfloat16": ((True, 1, True), 112, 2600),
-    "bfloat16, cut by columns": ((True, 2, True), 104, 3000),
-    "bfloat16, cut twice": ((True, 3, True), 120, 3300),
-    "float32": ((False, 1, True), 104, 2000),
-    "float32, without copies": ((False, 1, False), 72, 1800),
+    # moments in bfloat16, parameters, levels of the parts, copies: registers, instructions
+    "bfloat16": ((True, False, 1, True), 112, 2600),
+    "bfloat16, cut by columns": ((True, False, 2, True), 104, 3000),
+    "bfloat16, cut twice": ((True, False, 3, True), 120, 3300),
+    "parameters in bfloat16": ((True, True, 1, False), 112, 2600),
+    "parameters in bfloat16, cut twice": ((True, True, 3, False), 120, 3300),
+    "float32": ((False, False, 1, True), 104, 2000),
+    "float32, without copies": ((False, False, 1, False), 72, 1800),
 }
 
 
@@ -175,9 +179,9 @@ def test_machine_code_for_hopper_spills_nothing(tmp_path, monkeypatch, name):
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (keyed, levels, copies), registers, instructions = MACHINE_CODE[name]
-    constants = {"BETA1": 0.9, "BETA2": 0.95, "KEYED": keyed, "LEVELS": levels, "COPIES": copies, "ALIGNED": True}
-    constants |= {"CHUNK": compiled.CHUNK, "BLOCK": compiled.BLOCK}
+    (keyed, narrow, levels, copies), registers, instructions = MACHINE_CODE[name]
+    constants = {"BETA1": 0.9, "BETA2": 0.95, "KEYED": keyed, "NARROW": narrow, "LEVELS": levels, "COPIES": copies}
+    constants |= {"ALIGNED": True, "CHUNK": compiled.CHUNK, "BLOCK": compiled.BLOCK}
     types = {"table": "*i64", "tensor_of_chunk": "*i32", "skip": "*fp32", "divisor": "*fp32"}
     types |= dict.fromkeys(("lr", "decay", "eps"), "fp32") | dict.fromkeys(constants, "constexpr")
     source = ASTSource(
@@ -202,7 +206,7 @@ def test_machine_code_for_hopper_spills_nothing(tmp_path, monkeypatch, name):
     n = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", said("nvdisasm", "-c"), re.MULTILINE))
     assert 0 < n <= instructions
     ptx = kernel.asm["ptx"]
-    assert ptx.count("ld.global.v4.b32") == (6 if keyed else 8)  # 16 bytes at once
+    assert ptx.count("ld.global.v4.b32") == 8 - 2 * keyed - 2 * narrow  # 16 bytes at once
     assert "fma.rn.f32" not in ptx  # other bits than those of separate operations
     assert "sqrt.rn.f32" in ptx
     assert "div.rn.f32" in ptx

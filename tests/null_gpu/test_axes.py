@@ -29,6 +29,7 @@ ONE_BATCH = f"{SMALL} --training.global_batch_size 2"
 EXPERTS = "--model.n_experts 4 --model.experts_per_token 2"
 BUFFERS = "--expert.exchange buffers"
 OWNER = "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner"
+NARROW = "--training.dtype bfloat16 --optimizer.rounding stochastic"
 MESHES = {
     # name: (ranks, words, what must be among the collectives of a step)
     "FSDP 2": (2, "", {"dp (2 ranks): allgather_base", "dp (2 ranks): reduce_scatter_base"}),
@@ -67,6 +68,7 @@ MESHES = {
         "--mesh.tp 2 --optimizer.moments_dtype bfloat16",
         {"tp (2 ranks): allreduce"},
     ),
+    "FSDP 2 x TP 2, weights in bfloat16": (4, f"--mesh.tp 2 {NARROW}", {"tp (2 ranks): allreduce"}),
     "FSDP 2, a queue a group": (2, f"{EXPERTS} --comm.streams per_group", {"dp (2 ranks): allgather_base"}),
 }
 if has_zero_bubble():
@@ -139,17 +141,18 @@ def test_shared_experts_are_queued_while_rows_travel(null_ranks, enable):
 
 
 def test_one_kernel_updates_a_group(null_ranks):
-    """Instead of torch's, of which each launch takes 36 tensors; with it, moments in bfloat16 take half."""
-    by_torch, by_keel, halved = (
+    """Instead of torch's, of which each launch takes 36 tensors; in bfloat16, moments and weights take half."""
+    by_torch, by_keel, halved, narrow = (
         run(null_ranks, 1, f"--model.n_layers 16 --compile.enable false {words}")
-        for words in ("--optimizer.kernel torch", "", "--optimizer.moments_dtype bfloat16")
+        for words in ("--optimizer.kernel torch", "", "--optimizer.moments_dtype bfloat16", NARROW)
     )
     assert by_torch["counts"]["launch_triton"] == 0
     assert by_keel["counts"]["launch_triton"] == halved["counts"]["launch_triton"] == 4
     assert by_torch["counts"]["launch_aten"] - by_keel["counts"]["launch_aten"] > 147 // 36  # of the tensors
     assert by_keel["memcpys"] <= by_torch["memcpys"] + 2  # the tables, where addresses have changed
     assert halved["launches"] == by_keel["launches"]
-    assert halved["steady_peak_bytes"] < by_keel["steady_peak_bytes"]
+    assert narrow["counts"]["launch_triton"] == 4
+    assert narrow["steady_peak_bytes"] < halved["steady_peak_bytes"] < by_keel["steady_peak_bytes"]
 
 
 @pytest.mark.parametrize(("words", "parts"), [("", 1), ("--mesh.cp 2", 2), ("--compile.enable false", 1)])

@@ -60,6 +60,11 @@ JOBS = {
         1,
         "--training.global_batch_size 16 --optimizer.moments_dtype bfloat16",
     ),
+    "1B, weights in bfloat16": (
+        "llama_1b.toml",
+        1,
+        "--training.global_batch_size 16 --training.dtype bfloat16 --optimizer.rounding stochastic",
+    ),
     "3B, FSDP 8, a tied embedding and matrices frozen": (
         "llama_3b.toml",
         8,

@@ -2,9 +2,10 @@
 
 A launch updates a whole parameter group: each program finds its tensor and its chunk in a table of addresses. For a
 parameter it reads and writes the float32 weight and both moments, reads the gradient, and, if asked, writes the copy
-that modules compute with: 28 bytes with moments in float32, 20 in bfloat16, and 2 for the copy. torch's kernel needs
-a launch for every 36 tensors or 21 million elements, also writes the clipped gradient, and refuses moments of another
-type. Whether to update at all, the factor that clips, and the number of the update are read from device memory.
+that modules compute with: 28 bytes with moments in float32, 20 in bfloat16, and 2 for the copy; 14 with all of them
+in bfloat16. torch's kernel needs a launch for every 36 tensors or 21 million elements, also writes the clipped
+gradient, and refuses moments of another type. Whether to update at all, the factor that clips, and the number of the
+update are read from device memory.
 
 The operations, and so the bits, are those of `separate.py`; products and sums are not fused. Import this file only
 where Triton is installed.
@@ -132,35 +133,42 @@ def _address(row, column, dtype: tl.constexpr, start, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update(
-    addresses,
+    tensors,
     elements,
     mask,
     rates,
     salts,
     place,
-    has_copy,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     KEYED: tl.constexpr,
+    NARROW: tl.constexpr,
     LEVELS: tl.constexpr,
     COPIES: tl.constexpr,
 ):
     """`separate.update`, of elements of a chunk; without a mask, of all of them."""
-    p_at, g_at, m_at, v_at, copy_at = addresses
+    p_at, g_at, m_at, v_at, copy_at, has_copy = tensors
     inverse, step_size, scale, decay, eps = rates
     p = tl.load(p_at + elements, mask=mask)
-    g = tl.load(g_at + elements, mask=mask) * inverse
+    g = tl.load(g_at + elements, mask=mask)
     m = tl.load(m_at + elements, mask=mask)
     v = tl.load(v_at + elements, mask=mask)
+    if NARROW:
+        p = _widened(p)
+        g = _widened(g)
+    g = g * inverse
     if KEYED:
         m = _widened(m)
         v = _widened(v)
     m = m * BETA1 + g * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
     p = p - p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * scale + eps)
-    tl.store(p_at + elements, p, mask=mask)
+    if not NARROW:
+        tl.store(p_at + elements, p, mask=mask)
     if KEYED:
         bits = _random(elements, salts, place, LEVELS)
+        if NARROW:
+            tl.store(p_at + elements, _rounded(p, _mixed(bits + _GOLDEN) & 0xFFFF), mask=mask)
         tl.store(m_at + elements, _rounded(m, bits & 0xFFFF), mask=mask)
         tl.store(v_at + elements, _rounded(v, bits >> 16), mask=mask)
     else:
@@ -195,6 +203,7 @@ def adamw(
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     KEYED: tl.constexpr,
+    NARROW: tl.constexpr,
     LEVELS: tl.constexpr,
     COPIES: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -210,6 +219,7 @@ def adamw(
         lr, eps: AdamW's.
         decay: lr x weight decay.
         KEYED: moments are bfloat16, otherwise float32.
+        NARROW: parameters and gradients are bfloat16, otherwise float32; only with KEYED.
         LEVELS: the most that a tensor's part has, see `Part`.
         COPIES: some tensors have copies in bfloat16.
         ALIGNED: all tensors begin at multiples of ALIGNMENT.
@@ -231,8 +241,12 @@ def adamw(
     salt = _mixed(word.to(tl.uint32) ^ (step.to(tl.uint32) * _GOLDEN))
     salts = salt, _mixed((word >> 32).to(tl.uint32) ^ salt)
     place = _place(row, start, LEVELS)
-    p_at = _address(row, _P, _F32, start, ALIGNED)
-    g_at = _address(row, _G, _F32, start, ALIGNED)
+    if NARROW:
+        p_at = _address(row, _P, _U16, start, ALIGNED)
+        g_at = _address(row, _G, _U16, start, ALIGNED)
+    else:
+        p_at = _address(row, _P, _F32, start, ALIGNED)
+        g_at = _address(row, _G, _F32, start, ALIGNED)
     if KEYED:
         m_at = _address(row, _M, _U16, start, ALIGNED)
         v_at = _address(row, _V, _U16, start, ALIGNED)
@@ -240,16 +254,16 @@ def adamw(
         m_at = _address(row, _M, _F32, start, ALIGNED)
         v_at = _address(row, _V, _F32, start, ALIGNED)
     has_copy = tl.load(row + _COPY) != 0
-    addresses = p_at, g_at, m_at, v_at, _address(row, _COPY, _U16, start, ALIGNED)
+    tensors = p_at, g_at, m_at, v_at, _address(row, _COPY, _U16, start, ALIGNED), has_copy
     if count == CHUNK:  # without a mask, whose edge could be anywhere, a thread loads 16 bytes at once
         for begin in range(0, CHUNK, BLOCK):
             elements = begin + tl.arange(0, BLOCK)
-            _update(addresses, elements, None, rates, salts, place, has_copy, BETA1, BETA2, KEYED, LEVELS, COPIES)
+            _update(tensors, elements, None, rates, salts, place, BETA1, BETA2, KEYED, NARROW, LEVELS, COPIES)
     else:
         for begin in range(0, CHUNK, BLOCK):
             elements = begin + tl.arange(0, BLOCK)
             mask = elements < count
-            _update(addresses, elements, mask, rates, salts, place, has_copy, BETA1, BETA2, KEYED, LEVELS, COPIES)
+            _update(tensors, elements, mask, rates, salts, place, BETA1, BETA2, KEYED, NARROW, LEVELS, COPIES)
 
 
 @dataclass(frozen=True)
@@ -257,7 +271,7 @@ class Updated:
     """One parameter's tensors of a step, each this rank's part, without gaps, on one device."""
 
     parameter: Tensor
-    """float32, as the gradient."""
+    """float32, or bfloat16 with a key; `gradient` likewise."""
     gradient: Tensor
     exp_avg: Tensor
     """float32, or bfloat16 with a key; `exp_avg_sq` likewise."""
@@ -291,6 +305,7 @@ class Group:
         count_updates[(1,)](self._table, skip, n, N=triton.next_power_of_2(n), enable_fp_fusion=False)
         settings: dict[str, Any] = {
             "KEYED": tensors[0].key is not None,
+            "NARROW": tensors[0].parameter.dtype == torch.bfloat16,
             "LEVELS": levels,
             "COPIES": any(each.copy is not None for each in tensors),
             "ALIGNED": not any(address % ALIGNMENT for address in addresses),

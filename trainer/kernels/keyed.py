@@ -1,13 +1,14 @@
 """Stochastic rounding to bfloat16 that no mesh changes.
 
-Moments kept in bfloat16 (8 significant bits) must be rounded stochastically, and so must an average of the weights: a
+Moments in bfloat16 (8 significant bits) must be rounded stochastically, and so must weights and an average of them: a
 step changes them by less than half of their last bit, and rounded to the nearest they would stay where they are. A
 value is rounded up with the probability of its distance from the value below, so that the mean over roundings is exact
 (Gupta et al. 2015, "Deep learning with limited numerical precision", section 3.1).
 
 Random numbers from a stream would depend on which rank draws them. Here each is a hash of (seed, parameter's name,
 update, number of the element in the whole parameter), so any rank draws the same for an element. One hash of 32 bits
-serves both moments: its low half the first, its high half the second. `adamw.py` computes the same in Triton.
+serves both moments: its low half the first, its high half the second. Weights take 16 bits of its mix. `adamw.py`
+computes the same in Triton.
 """
 
 from collections.abc import Iterator
@@ -77,6 +78,11 @@ def random_bits(key: Key, update: int, start: int, stop: int, device: torch.devi
     # To fold twice changes nothing, so that of two mixes in a row, the last step and the first nearly cancel.
     words ^= _fold(high * _signed(GOLDEN) + second)
     return _fold(_multiply(words))
+
+
+def further_bits(bits: Tensor) -> Tensor:
+    """32 more bits for each element, from its first; int32."""
+    return _fold(_multiply(_fold(bits + _signed(GOLDEN))))
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:

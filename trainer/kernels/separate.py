@@ -1,5 +1,7 @@
 """AdamW with moments in bfloat16 as separate torch operations, for every device and for parameters of any type.
 
+Parameters in bfloat16 are updated in float32 and rounded stochastically, as the moments are.
+
 The operations are single additions, products, quotients and square roots, each correctly rounded, so a device or an
 element's place in a tensor changes no bit, and `adamw.py` computes the same bits in Triton. (torch's square root of a
 float32 on a CPU is not correctly rounded; numpy's is.) On a CPU, each operation is a pass over memory: blocks that fit
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.kernels.keyed import Key, blocks, random_bits, rounded
+from trainer.kernels.keyed import Key, blocks, further_bits, random_bits, rounded
 
 STEP_BITS = 24
 """Updates are counted in float32, which counts to 2^24."""
@@ -46,7 +48,7 @@ def update(
     """Update this rank's part of a parameter, and its moments, in place.
 
     Args:
-        parameter, gradient: the part, float32 or float64.
+        parameter, gradient: the part, float32, float64 or bfloat16.
         exp_avg, exp_avg_sq: the part's moments, bfloat16.
         step: number of this update, from 1.
         key: of the parameter.
@@ -54,15 +56,20 @@ def update(
     """
     p, m, v = (tensor.view(-1) for tensor in (parameter, exp_avg, exp_avg_sq))
     g = gradient.reshape(-1)
-    lr = torch.tensor(rates.lr, dtype=p.dtype).item()
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    lr = torch.tensor(rates.lr, dtype=dtype).item()
     step_size = lr / (1.0 - power(rates.beta1, step))
     scale = 1.0 / math.sqrt(1.0 - power(rates.beta2, step))
     for at in blocks(len(p), p.device):
-        mean = m[at].to(p.dtype).mul_(rates.beta1).add_(g[at] * (1.0 - rates.beta1))
-        square = v[at].to(p.dtype).mul_(rates.beta2).add_((g[at] * g[at]).mul_(1.0 - rates.beta2))
+        slope = g[at].to(dtype)
+        mean = m[at].to(dtype).mul_(rates.beta1).add_(slope * (1.0 - rates.beta1))
+        square = v[at].to(dtype).mul_(rates.beta2).add_((slope * slope).mul_(1.0 - rates.beta2))
         change = (mean * step_size).div_(_root(square).mul_(scale).add_(rates.eps))
-        p[at].sub_(p[at] * (rates.lr * rates.weight_decay)).sub_(change)
+        moved = p[at].to(dtype)  # the parameter's own memory, unless it is in bfloat16
+        moved.sub_(moved * (rates.lr * rates.weight_decay)).sub_(change)
         bits = random_bits(key, step, at.start, at.stop, p.device)
+        if p.dtype == torch.bfloat16:
+            p[at] = rounded(moved, further_bits(bits) & 0xFFFF)
         m[at] = rounded(mean.float(), bits & 0xFFFF)
         v[at] = rounded(square.float(), bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
 

@@ -7,8 +7,8 @@ On a CPU the fused kernel computes a tensor's last elements, those that do not f
 the rest, which round differently. Which elements these are depends on the shards, so exact runs fill them up to a
 vector (`kernels/padded.py`).
 
-On a GPU, Keel's own kernel (`kernels/adamw.py`) takes the place of torch's where Triton is installed. Moments in
-bfloat16 are updated by that kernel or, elsewhere, by separate operations that compute the same bits.
+On a GPU, Keel's own kernel (`kernels/adamw.py`) takes the place of torch's where Triton is installed. What is rounded
+stochastically is updated by that kernel or, elsewhere, by separate operations that compute the same bits.
 """
 
 import sysconfig
@@ -34,7 +34,7 @@ from trainer.kernels.keyed import Key
 from trainer.kernels.padded import whole_vectors
 from trainer.kernels.separate import Rates
 from trainer.optimizers import rule
-from trainer.optimizers.build import rule_name
+from trainer.optimizers.build import rounds_stochastically, rule_name
 from trainer.optimizers.training import TrainingOptimizer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RowAdamW(AdamW, TrainingOptimizer):
         Args:
             groups: as for AdamW, with names if there are `keys`.
             kernel: what updates.
-            keys: for moments in bfloat16, how each parameter's moments are rounded, by name; otherwise empty.
+            keys: how each parameter, or its moments, are rounded stochastically, by name; otherwise empty.
             settings: AdamW's.
         """
         super().__init__(groups, fused=kernel in ("torch", "padded"), **settings)
@@ -190,9 +190,11 @@ class Rule(rule.Rule):
 
 def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, sums: Sums) -> Kernel:
     """The kernel that updates parameters of this type on this kind of device."""
-    if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and has_triton():
+    is_keyed = rounds_stochastically(config)
+    can_be_keels = dtype == torch.float32 or (dtype == torch.bfloat16 and is_keyed)
+    if config.kernel == "auto" and device_type == "cuda" and can_be_keels and has_triton():
         return "keel"
-    if device_type not in _FUSED_DEVICES or config.moments_dtype != "float32":
+    if device_type not in _FUSED_DEVICES or is_keyed:
         return "separate"
     return "padded" if sums.updates_whole_vectors and device_type == "cpu" else "torch"
 

@@ -61,7 +61,7 @@ def build_optimizer(
         partition: None updates this rank's part of every parameter.
         model_names: names of the whole model's parameters, if these are only a pipeline stage's.
         sums: the run's; None: fast ones.
-        seed: the run's, by which moments in bfloat16 are rounded.
+        seed: the run's, by which weights and moments in bfloat16 are rounded.
         mesh: the ranks that hold the parameters' parts; None: this rank holds them whole.
         later: the configs of the run's other stages, for `set_groups`.
         width_scales: muP's factors, by name; None: all are 1.
@@ -70,7 +70,7 @@ def build_optimizer(
     Raises:
         ConfigError: a group's pattern selects no parameter.
     """
-    is_keyed = config.moments_dtype == "bfloat16"
+    is_keyed = rounds_stochastically(config)
     keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
     stacked = hidden_matrices or {}
     groups = _groups(config, named_parameters, stacked, model_names, later, width_scales or {})
@@ -105,6 +105,11 @@ def plain_optimizers(
     """Build the plain torch optimizers, by name (with Muon, "muon" and "adamw"), that equal `build_optimizer`'s."""
     groups = _groups(config, named_parameters, hidden_matrices, (), (), width_scales)
     return {name: rule_of(name)(config, stacked=hidden_matrices).build(members) for name, members in groups.items()}
+
+
+def rounds_stochastically(config: Optimizer) -> bool:
+    """Whether AdamW rounds by keys: its moments, or weights and moments."""
+    return config.moments_dtype == "bfloat16" or config.rounding == "stochastic"
 
 
 def rule_name(config: Optimizer, is_hidden_matrix: bool) -> str:

@@ -40,7 +40,7 @@ class Rule(ABC):
         Args:
             config: the optimizer's settings.
             sums: the run's; None: fast ones.
-            keys: how moments in bfloat16 are rounded, by the parameter's name; otherwise None or empty.
+            keys: how what is in bfloat16 is rounded stochastically, by the parameter's name; otherwise None or empty.
             stacked: how many matrices each parameter inside the blocks has, by name.
             mesh: the ranks that hold the parameters' parts; None: parameters are whole.
         """

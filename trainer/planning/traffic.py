@@ -73,7 +73,7 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
         ConfigError: the ranks cannot form the mesh.
     """
     rule = {"name": "adamw"} if config.optimizer.name == "ademamix" else {}  # which reads its count of updates
-    optimizer = {"moments_dtype": "float32", **rule}
+    optimizer = {"moments_dtype": "float32", "rounding": "nearest", **rule}
     eager = with_keys(config, compile={"enable": False}, optimizer=optimizer, metrics={"fingerprint": False})
     # On a CPU; kernels communicate nothing, nor do element-wise rules.
     eager = eager.model_copy(update={"attention": Attention()})

@@ -136,6 +136,8 @@ def float32_products(training: Training, device_type: str) -> str:
 def _types(config: Config) -> str:
     kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
     moments = config.optimizer.moments_dtype if config.optimizer.moments_dtype == "bfloat16" else kept
+    if config.optimizer.rounding == "stochastic":
+        kept = moments = f"stochastically rounded {kept}"
     if kept == compute == reduce == moments:
         return kept
     states = f"{kept} parameters and optimizer" if kept == moments else f"{kept} parameters, {moments} moments"

@@ -296,6 +296,17 @@ def test_validate_says_the_size_in_three_digits(capsys, job, said):
             "model.window_pattern = 100 is beyond model.n_layers = 4: no layer sees all earlier tokens",
         ),
         (
+            ["--training.dtype", "bfloat16"],
+            'with training.dtype = "bfloat16", an update that changes a weight by less than 1/512 of it does nothing; '
+            'set optimizer.rounding = "stochastic", or training.dtype = "float32" and training.compute_dtype = '
+            '"bfloat16"',
+        ),
+        (
+            ["--training.dtype", "bfloat16", "--optimizer.name", "lion"],
+            'with training.dtype = "bfloat16", an update that changes a weight by less than 1/512 of it does nothing; '
+            'set training.dtype = "float32" and training.compute_dtype = "bfloat16"',
+        ),
+        (
             ["--compile.mode", "max-autotune", "--compile.enable", "false"],
             "--compile.mode: compile.mode does nothing with enable = false (--compile.enable), which compiles nothing; "
             "leave it out, or change enable",
@@ -306,8 +317,10 @@ def test_a_setting_without_effect_is_a_warning_of_validate(capsys, words, said):
     job = ["--config", "debug", "--validation.interval", "0", "--job.device", "cuda"]
     assert answer(parse_command_line([*job, *words, "--validate"]), {})
     assert f"warning: {said}\n" in capsys.readouterr().out
-    assert answer(parse_command_line([*job, "--validate"]), {})
-    assert "does nothing" not in capsys.readouterr().out
+    rounded = ["--training.dtype", "bfloat16", "--optimizer.rounding", "stochastic"]
+    for silent in ([], rounded):
+        assert answer(parse_command_line([*job, *silent, "--validate"]), {})
+        assert "does nothing" not in capsys.readouterr().out
 
 
 def test_a_schedule_has_an_effect_if_any_mesh_of_an_elastic_job_is_a_pipeline(capsys):

@@ -40,6 +40,11 @@ def test_fsdp_gathers_and_reduces_each_group_by_its_size():
     }
 
 
+def test_stochastic_rounding_communicates_nothing():
+    narrow = ("--training.dtype", "bfloat16")
+    assert traced(2, 2, *narrow, "--optimizer.rounding", "stochastic")[1] == traced(2, 2, *narrow)[1]
+
+
 @pytest.mark.slow
 def test_an_exact_reduction_sends_as_many_bytes_as_a_reduce_scatter():
     _, fast = traced(4, 2)

@@ -378,6 +378,10 @@ def test_the_summary_says_what_adamw_keeps_and_what_updates(monkeypatch):
     assert summary(rounded)["precision"] == (
         "float32 parameters, bfloat16 moments, float32 forward and backward, float32 reduction"
     )
+    rounded = config(optimizer={"rounding": "stochastic"}, training={"dtype": "bfloat16"})
+    assert summary(rounded)["precision"] == (
+        "stochastically rounded bfloat16 parameters and optimizer, float32 forward and backward, float32 reduction"
+    )
     for has_triton, expected in ((True, "Keel's kernel of AdamW"), (False, "torch's kernel of AdamW")):
         monkeypatch.setattr(adamw, "has_triton", lambda has=has_triton: has)
         assert summary(config(), device_name="NVIDIA H200")["technique"] == expected

@@ -187,10 +187,19 @@ def test_the_state_is_there_from_the_start_and_as_torch_makes_it():
             )
 
 
-@pytest.mark.parametrize("moments_dtype", ["float32", "bfloat16"])
-def test_a_state_read_in_place_continues_bit_for_bit(moments_dtype):
-    config = Optimizer(lr=1e-2, moments_dtype=moments_dtype)
-    straight, resumed = _parameters(torch.float32), _parameters(torch.float32)
+NARROW = Optimizer(lr=1e-2, rounding="stochastic", weight_decay=0.2)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (Optimizer(lr=1e-2), torch.float32),
+        (Optimizer(lr=1e-2, moments_dtype="bfloat16"), torch.float32),
+        (NARROW, torch.bfloat16),
+    ],
+)
+def test_a_state_read_in_place_continues_bit_for_bit(config, dtype):
+    straight, resumed = _parameters(dtype), _parameters(dtype)
     first = build_optimizer(config, list(straight.items()))
     for step in range(3):
         _set_gradients(straight, step)
@@ -229,17 +238,19 @@ def test_moments_in_bfloat16_take_half_and_are_near_those_in_float32():
             torch.testing.assert_close(tensor.float() / scale, theirs[key] / scale, rtol=0, atol=0.05)
 
 
-def test_the_seed_and_the_name_choose_how_moments_are_rounded():
-    def moments(seed: int, name: str) -> Tensor:
-        parameter = Parameter(torch.zeros(50, 20))
-        optimizer = build_optimizer(ROUNDED, [(name, parameter)], seed=seed)
-        parameter.grad = torch.linspace(-1, 1, 1000).view(50, 20)
+@pytest.mark.parametrize(("config", "dtype"), [(ROUNDED, torch.float32), (NARROW, torch.bfloat16)])
+def test_the_seed_and_the_name_choose_how_an_update_is_rounded(config, dtype):
+    def rounded(seed: int, name: str) -> Tensor:
+        parameter = Parameter(torch.ones(50, 20, dtype=dtype))
+        optimizer = build_optimizer(config, [(name, parameter)], seed=seed)
+        parameter.grad = torch.linspace(-1, 1, 1000).view(50, 20).to(dtype)
         optimizer.step()
-        return optimizer_state(optimizer, {name: parameter})[f"optimizer.{name}.exp_avg"]
+        state = optimizer_state(optimizer, {name: parameter})
+        return parameter.detach() if config is NARROW else state[f"optimizer.{name}.exp_avg"]
 
-    assert torch.equal(moments(1, "a"), moments(1, "a"))
-    assert not torch.equal(moments(1, "a"), moments(2, "a"))
-    assert not torch.equal(moments(1, "a"), moments(1, "b"))
+    assert torch.equal(rounded(1, "a"), rounded(1, "a"))
+    assert not torch.equal(rounded(1, "a"), rounded(2, "a"))
+    assert not torch.equal(rounded(1, "a"), rounded(1, "b"))
 
 
 @pytest.mark.parametrize("config", [Optimizer(lr=1e-2), ROUNDED])
@@ -271,6 +282,8 @@ def test_which_kernel_updates(monkeypatch):
         (ROUNDED, "cuda", torch.float32, Sums(), "keel"),
         (ROUNDED, "cpu", torch.float32, Sums(), "separate"),
         (rounded_by_torch, "cuda", torch.float32, Sums(), "separate"),
+        (NARROW, "cuda", torch.bfloat16, Sums(), "keel"),
+        (NARROW, "cpu", torch.bfloat16, Sums(), "separate"),
     ]
     for config, *where, expected in cases:
         assert adamw.kernel_of_adamw(config, *where) == expected
