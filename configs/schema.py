@@ -245,11 +245,11 @@ class Optimizer(Table):
     float32 stands for training.dtype if that is another type."""
     rounding: Annotated[
         Literal["nearest", "stochastic"],
-        only_with("name", "adamw", reason="whose update is not rounded so"),
+        only_with("name", "adamw", "muon", reason="whose update is not rounded so"),
         only_with("training.dtype", "bfloat16", reason="whose weights need no such rounding"),
     ] = "nearest"
-    """How AdamW rounds weights and moments in bfloat16. nearest: what changes a weight by less than 1/512 is lost;
-    stochastic: it is right on average, the same on any mesh."""
+    """How an update rounds weights and AdamW's moments in bfloat16. nearest: what changes a weight by less than 1/512
+    is lost; stochastic: it is right on average, the same on any mesh."""
     kernel: Literal["auto", "torch"] = "auto"
     """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
     otherwise torch's; torch: always torch's (machine key)."""

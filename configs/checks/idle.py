@@ -47,7 +47,7 @@ def _rounded_away(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     if config.training.dtype != "bfloat16" or optimizer.rounding == "stochastic" or is_import_path(optimizer.name):
         return
-    stochastic = 'optimizer.rounding = "stochastic", or ' if optimizer.name == "adamw" else ""
+    stochastic = 'optimizer.rounding = "stochastic", or ' if optimizer.name in ("adamw", "muon") else ""
     yield (
         'with training.dtype = "bfloat16", an update that changes a weight by less than 1/512 of it does nothing; set '
         f'{stochastic}training.dtype = "float32" and training.compute_dtype = "bfloat16"'

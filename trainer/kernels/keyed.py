@@ -99,6 +99,15 @@ def rounded(values: Tensor, bits: Tensor) -> Tensor:
     return torch.addcmul(pattern, bits, is_finite).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
 
 
+def round_into(weight: Tensor, values: Tensor, key: Key, update: int) -> None:
+    """Write float32 values into a weight in bfloat16, this rank's part, rounded stochastically."""
+    narrow = weight.view(-1)
+    wide = values.view(-1)
+    for at in blocks(len(narrow), narrow.device):
+        bits = further_bits(random_bits(key, update, at.start, at.stop, narrow.device))
+        narrow[at] = rounded(wide[at], bits & 0xFFFF)
+
+
 def _halves(part: Part, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32 bits of the numbers of a part's elements, int32; (stop - start,) and, if all are equal, ()."""
     begin = part.first + start

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from configs.schema import Optimizer
+from parallelisms.part import Part
 from parallelisms.ranks import local_part
 from parallelisms.whole_matrices import WholeMatrices
+from trainer.kernels.keyed import Key, round_into
 from trainer.optimizers import rule
 from trainer.optimizers.training import TrainingOptimizer, decay
 
@@ -58,6 +60,7 @@ class Muon(TrainingOptimizer):
         groups: list[dict[str, Any]],
         matrices: WholeMatrices,
         stacked: Mapping[str, int],
+        keys: Mapping[str, Key],
         config: Optimizer,
     ) -> None:
         """Create the optimizer without its state.
@@ -66,6 +69,7 @@ class Muon(TrainingOptimizer):
             groups: as for torch's, with names.
             matrices: computes with whole matrices.
             stacked: how many matrices a parameter of two dimensions has one below the other, by name; others are one.
+            keys: how each parameter is rounded stochastically, by name; otherwise empty.
             config: the optimizer's settings.
         """
         is_polar = config.orthogonalization == "polar_express"
@@ -82,11 +86,16 @@ class Muon(TrainingOptimizer):
         self._is_cautious = config.cautious_weight_decay
         self._orthogonal = polar_express if is_polar else newton_schulz
         self._matrices = matrices
+        named = {
+            name: parameter
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True)
+        }
+        self._keys = {parameter: _key_of(parameter, keys[name]) for name, parameter in named.items() if keys}
         self._stacked = {
             # Of stacked experts, an owner has those that are on its rank.
             parameter: parameter.shape[0] if parameter.ndim == 3 else stacked.get(name, 1)
-            for group in self.param_groups
-            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True)
+            for name, parameter in named.items()
         }
 
     @torch.no_grad()
@@ -121,14 +130,29 @@ class Muon(TrainingOptimizer):
 
     def _move(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
         weight = local_part(parameter.detach())
+        key = self._keys.get(parameter)
+        moved = weight.float() if key else weight
         rows, columns = parameter.shape[-2:]
         if parameter.ndim == 2:
             rows //= self._stacked[parameter]
         # Updates as large as AdamW's, so that one learning rate fits both (Liu et al., section 2.2).
         scale = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
-        update = update.to(weight.device, weight.dtype)
-        decay([weight], [update], group["lr"] * group["weight_decay"], self._is_cautious)
-        weight.sub_(update * scale)
+        update = update.to(moved.device, moved.dtype)
+        decay([moved], [update], group["lr"] * group["weight_decay"], self._is_cautious)
+        moved.sub_(update * scale)
+        if key:
+            state = self.state[parameter]
+            state["step"] += 1
+            round_into(weight, moved, key, int(state["step"]))
+
+
+def _key_of(parameter: Tensor, key: Key) -> Key:
+    """The key of what is seen of a parameter: by an owner whole matrices, of stacked experts those on its rank."""
+    n = parameter.shape[-2:].numel()
+    if local_part(parameter).numel() < parameter.numel():
+        return key
+    first = key.part.first // n * n  # the part may be a tensor-parallel rank's
+    return Key(key.word, Part(first, rows=1, run=parameter.numel(), outer=0, inner=0))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -153,12 +177,15 @@ def _iterated(matrix: Tensor, polynomials: Sequence[Polynomial], margin: float) 
 
 
 class Rule(rule.Rule):
-    """One momentum of each matrix."""
+    """One momentum of each matrix; where weights are rounded stochastically, also the number of its updates."""
 
     hidden_matrices_only = True
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(parameter)}
+        momentum = {"momentum_buffer": torch.zeros_like(parameter)}
+        if self.config.rounding == "nearest":
+            return momentum
+        return momentum | {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
 
     def without_state(self, groups: list[dict[str, Any]]) -> Muon:
-        return Muon(groups, WholeMatrices(self.mesh), self.stacked, self.config)
+        return Muon(groups, WholeMatrices(self.mesh), self.stacked, self.keys, self.config)

@@ -292,6 +292,30 @@ def test_which_kernel_updates(monkeypatch):
     assert adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, Sums()) == "separate"
 
 
+def test_muon_moves_weights_in_bfloat16_by_small_steps():
+    """Rounded to the nearest, a weight of 1 that each step moves by less than 1/512 would never change."""
+    moved = {}
+    for rounding in ("nearest", "stochastic"):
+        weight = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        config = Optimizer(lr=2e-3, name="muon", weight_decay=0.0, rounding=rounding)
+        optimizer = build_optimizer(config, [("weight", weight)], {"weight": 1})
+        weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        for _ in range(20):
+            optimizer.step()
+        moved[rounding] = weight.detach().double() - 1
+    assert not moved["nearest"].any()
+    whole = Parameter(torch.ones(64, 64))
+    optimizer = build_optimizer(Optimizer(lr=2e-3, name="muon", weight_decay=0.0), [("weight", whole)], {"weight": 1})
+    whole.grad = weight.grad.float()
+    for _ in range(20):
+        optimizer.step()
+    expected = whole.detach().double() - 1
+    # The mean of 2,048 elements: a last bit of at most 1/128, rounded 20 times.
+    for side in (expected > 0, expected < 0):
+        assert abs((moved["stochastic"] - expected)[side].mean()) < 5 * 20**0.5 / 128 / 2 / 2048**0.5
+        assert abs(expected[side].mean()) > 2e-3
+
+
 def test_lr_scale_stays_with_the_group():
     groups = [ParameterGroup(pattern="norm.weight", lr_scale=0.1)]
     optimizer = build_optimizer(Optimizer(lr=1.0, groups=groups), list(_parameters().items()))
