@@ -122,7 +122,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             with forming():
                 device = start_process_group(kind, timeout, console.warning)
             with mistakes_of_the_job():
-                home.join(on_rank_zero(None, lambda: _open_folder(job, home, console)))
+                home.join(on_rank_zero(None, lambda: _open_folder(launch, job, home)))
                 launch.home = home
             watchdog = _watch(launch, timeout)
             compare_launches(job, device)
@@ -175,12 +175,14 @@ def _watch(launch: _Launch, timeout_seconds: int, show_life: Callable[[], None] 
     return launch.watchdog
 
 
-def _open_folder(job: LoadedConfig, home: Home, console: Console) -> int | None:
+def _open_folder(launch: _Launch, job: LoadedConfig, home: Home) -> int | None:
     """Take the run folder, on one rank; returns the number of this launch if launches of the run are numbered."""
-    folder = job.config.job.folder
+    folder = launch.folder
+    console = launch.console
     try:
         folder.mkdir(parents=True, exist_ok=True)
         number = home.take(job, console)
+        launch.home = home
         for name in _APPENDED:
             require_plain(folder / name)
         console.log_to(folder / "run.log")
@@ -287,14 +289,15 @@ def _why_lost(launch: _Launch) -> str:
 
 
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
-    if launch.home and launch.home.incarnation and not launch.home.incarnation.is_current():
+    if not launch.home:  # another launch may have the folder
+        return
+    if launch.home.incarnation and not launch.home.incarnation.is_current():
         return
     if not _is_missing(launch.folder) and not _is_end(before := _last_status(launch.folder), launch):
         known = before.get("step", 0)  # the first error of a launch is the cause
         write = partial(write_status, launch.folder, state, known if step is None else step, reason, **details)
         launch.console.outages.insist(launch.folder / "status.json", write)  # the disk may be why the run fails
-        if launch.home:
-            launch.home.close(launch.console)
+        launch.home.close(launch.console)
 
 
 def _others_end(launch: _Launch) -> bool:

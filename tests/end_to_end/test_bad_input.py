@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.end_to_end.launch import TEXT, curve, launch, launch_here, snapshot, status
+from trainer.lifecycle import write_status
 
 SAID = {"run/status.json", "run/run.log", "run/.lock"}
 """A launch that got as far as its run folder leaves the reason there, and nothing else."""
@@ -232,6 +234,15 @@ def test_a_folder_whose_name_is_too_long(tmp_path: Path, capsys):
     said = capsys.readouterr().err
     assert "can't be written" in said
     assert "Traceback" not in said
+
+
+def test_a_launch_that_never_had_the_folder_leaves_the_status_of_the_one_that_has_it(tmp_path: Path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    write_status(tmp_path / "run", "running", 7)
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert launch_here(tmp_path, "--job.device", "cuda") == 78
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.slow

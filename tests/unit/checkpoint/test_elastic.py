@@ -25,6 +25,7 @@ from checkpoint.storage import FolderStorage
 from configs.elastic import describe
 from configs.errors import ConfigError
 from configs.load import load
+from configs.schema import Job
 from configs.secret import signed
 from tests.conftest import ROOT
 from tests.unit.checkpoint.test_checkpoint_manager import make_manager, make_state, process_group  # noqa: F401
@@ -32,6 +33,7 @@ from tests.unit.trainer.test_metrics import metrics
 from trainer import run
 from trainer.elastic import release, wait_idle
 from trainer.guards.outages import Outages
+from trainer.home import home_of
 from trainer.lifecycle import StopRequest, write_status
 from trainer.report.console import Console
 from trainer.report.metrics import MetricsLog
@@ -244,6 +246,7 @@ def test_a_disk_that_refuses_once_to_list_checkpoints_does_not_end_a_run_that_go
 def test_the_end_of_a_run_is_recorded_by_a_disk_that_refuses_a_look(tmp_path, monkeypatch):
     write_status(tmp_path, "running", 5)
     launch = run._Launch(0, tmp_path, Console(rank=1), StopRequest(), started=time.time())
+    launch.home = home_of(Job(name="job", output_dir=str(tmp_path)))
     left = [refuse_once(monkeypatch, run, "status_there"), refuse_once(monkeypatch, os, "stat")]
     run._write_end(launch, "failed", None, "the reason")
     assert left == [[], []]
