@@ -174,10 +174,12 @@ class Reader:
     def load_step(self, step: int, state: State) -> Found:
         """Load the run's checkpoint of `step` into `state`, in place, and return it.
 
+        Run keys that have changed since were allowed, and said, by the launch that changed them.
+
         Raises:
             KeelError: as in `load`.
         """
-        found = self._find(manifests.step_folder(self.folder, step))
+        found = self._described(manifests.step_folder(self.folder, step))
         self._load(found, state)
         return found
 
@@ -206,13 +208,24 @@ class Reader:
 
     def _find(self, folder: Path) -> Found:
         """Read what describes a checkpoint, and check that the run may resume from it."""
+        found = self._described(folder)
+        for change in found.changes:
+            self._allow(change, found)
+        return found
+
+    def _described(self, folder: Path) -> Found:
+        """Read what describes a checkpoint, with the run keys that differ now."""
         found = _found(on_rank_zero(self.group, lambda: _read(folder)))
         if not found.trainer_state:  # made by scripts/import_hf.py
             raise ConfigError(
                 f"checkpoint.load: {folder} holds only a model's weights, no run to resume; to start a run from them, "
                 f'set checkpoint.init_from = "{folder}", and checkpoint.load back to "latest"'
             )
-        return replace(found, changes=self._changes(found))
+        manifest = found.manifest
+        _, changes = trained_diff(manifest.config, self.run.config, manifest.step)
+        if manifest.tokenizer_hash != self.run.tokenizer_hash:
+            changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
+        return replace(found, changes=[RunChange(manifest.step, changes)] if changes else [])
 
     def _load(self, found: Found, state: State) -> None:
         self._fill(self._verified(found), found, state, _may_resume_from)
@@ -252,20 +265,16 @@ class Reader:
         self.log.line(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
         return opened[0]
 
-    def _changes(self, found: Found) -> list[RunChange]:
-        """Return what of the run has changed since the checkpoint.
+    def _allow(self, change: RunChange, found: Found) -> None:
+        """Report what of the run has changed since the checkpoint.
 
         Raises:
-            ConfigError: something has, and `job.allow_run_change` is not set, or does not allow it.
+            ConfigError: `job.allow_run_change` is not set, or does not allow it.
         """
         manifest = found.manifest
-        first_step, changes = trained_diff(manifest.config, self.run.config, manifest.step)
-        if manifest.tokenizer_hash != self.run.tokenizer_hash:
-            changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
-        if not changes:
-            return []
+        first_step, _ = trained_diff(manifest.config, self.run.config, manifest.step)
         since = f"\n  from step {first_step:,} on:" if first_step > 1 else ""
-        lines = since + "".join(f"\n  {change}" for change in changes)
+        lines = since + "".join(f"\n  {each}" for each in change.changes)
         if not self.run.allow_run_change:
             raise ConfigError(
                 f"the run's settings differ from those of checkpoint {found.folder}:{lines}\n"
@@ -274,7 +283,6 @@ class Reader:
             )
         require_counted(manifest.config, self.run.config, manifest.step, manifest.tokens)
         self.log.line(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
-        return [RunChange(manifest.step, changes)]
 
     def _say_other_bits(self, manifest: Manifest) -> None:
         """Report if the resumed run will not be bit-identical to an uninterrupted one.

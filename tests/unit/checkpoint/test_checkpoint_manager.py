@@ -626,6 +626,23 @@ def test_changed_run_keys(tmp_path):
     assert change.changes == ["model.dim: 8 -> 9"]
 
 
+def test_a_rewind_to_before_run_keys_were_changed_needs_no_second_permission(tmp_path):
+    """The launch that changed them has allowed it, and said so; this one resumes a checkpoint with the new keys."""
+    save_steps(tmp_path, 1)
+    changed = {**CONFIG, "model": {"dim": 9}}
+    save_steps(tmp_path, 2, config=changed, allow_run_change=True)
+    log: list[str] = []
+    manager = begun(tmp_path, log=log, config=changed)
+    state = make_state(5)
+    assert manager.rewind(1, state)["step"] == 1
+    assert_equal(state, make_state(1))
+    assert not [line for line in log if "run keys have changed" in line]
+    save_and_wait(manager, 2, make_state(3), {"tokens": 200, "step": 2})
+    [change] = read_manifest(step_folder(tmp_path, 2)).run_changes
+    assert (change.step, change.changes) == (1, ["model.dim: 8 -> 9"])
+    manager.close()
+
+
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "trainer.json"])
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_damaged_file_is_named_and_nothing_is_loaded(tmp_path, name, damage):
