@@ -84,11 +84,12 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     try:
         with read_lock:
             found = score(with_tokenizer_of(checkpoint, job), checkpoint, device, console)
+        # Before the folder, which may be another's, has refused the file.
+        console.line(f"{checkpoint}: loss {found.loss:.5f} on {len(found.losses)} validation sequences")
         on_rank_zero(None, lambda: write_scores(folder, found))
     finally:
         dist.destroy_process_group()
-    n = len(found.losses)
-    console.line(f"{checkpoint}: loss {found.loss:.5f} on {n} validation sequences, written to {folder}/scores.json")
+    console.line(f"written to {folder}/scores.json")
 
 
 def load_for_scoring(folder: Path, step: int, overrides: Sequence[str], ranks: int) -> LoadedConfig:

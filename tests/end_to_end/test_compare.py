@@ -269,6 +269,18 @@ def test_a_checkpoint_that_is_scored_is_kept_meanwhile(experiment, tmp_path, mon
     assert "step-00000020 is being read" in capsys.readouterr().err
 
 
+def test_the_loss_is_said_if_the_folder_refuses_the_file(experiment, tmp_path, capsys):
+    _, report, _ = experiment
+    run = shutil.copytree(report["configs"][0]["runs"][0], tmp_path / "run")
+    before = read_scores(run)
+    (run / "scores.json").unlink()
+    (run / "scores.json").mkdir()
+    assert score.main([str(run)]) == 1
+    said = capsys.readouterr()
+    assert f"loss {before.loss:.5f} on {len(before.losses)} validation sequences" in said.out
+    assert "scores.json: Is a directory" in said.err
+
+
 def test_other_sequences_are_scored_again(experiment):
     _, report, _ = experiment
     run = report["configs"][0]["runs"][1]
