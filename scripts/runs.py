@@ -18,8 +18,8 @@ from configs.errors import UserError
 from configs.files import exists, is_file, is_folder, whole
 from configs.untrusted import parse_json, printable
 from scripts.command import end, parser_of, place_argument, run_command
-from scripts.page.recorded import SILENT_SECONDS, is_number
-from trainer.lifecycle import read_status
+from scripts.page.recorded import is_number
+from trainer.lifecycle import SILENT_SECONDS, read_status
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME
 from trainer.report.units import duration

@@ -37,6 +37,8 @@ STOP_SIGNALS = (
 )  # SIGUSR1 is SLURM's usual notice ahead of the time limit
 LAUNCHER = "KEEL_LAUNCHER"
 """Environment variable that names what has started a run, if not train.py or torchrun."""
+SILENT_SECONDS = 120.0
+"""Age at which the status of a run that says that it is running is out of date; it is renewed every 30 s."""
 _SECOND_INTERRUPT_SECONDS = 0.5  # a person's two keystrokes are further apart than one Ctrl-C that arrives twice
 
 
@@ -217,6 +219,11 @@ def status_in(content: bytes) -> dict[str, Any]:
     kinds = {"state": str, "step": int, "reason": str, "time": float}
     is_whole = isinstance(status, dict) and all(type(status.get(key)) is kind for key, kind in kinds.items())
     return status if is_whole else {}
+
+
+def is_alive(status: dict[str, Any]) -> bool:
+    """Whether a status is that of a launch that is running."""
+    return status.get("state") == "running" and time.time() - status["time"] < SILENT_SECONDS
 
 
 def is_own(status: dict[str, Any]) -> bool:

@@ -42,6 +42,7 @@ from trainer.lifecycle import (
     State,
     StopRequest,
     exit_code,
+    is_alive,
     is_own,
     read_status,
     status_there,
@@ -289,15 +290,16 @@ def _why_lost(launch: _Launch) -> str:
 
 
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
-    if not launch.home:  # another launch may have the folder
-        return
-    if launch.home.incarnation and not launch.home.incarnation.is_current():
+    if launch.home and launch.home.incarnation and not launch.home.incarnation.is_current():
         return
     if not _is_missing(launch.folder) and not _is_end(before := _last_status(launch.folder), launch):
+        if not launch.home and is_alive(before):  # another launch, which has the folder
+            return
         known = before.get("step", 0)  # the first error of a launch is the cause
         write = partial(write_status, launch.folder, state, known if step is None else step, reason, **details)
         launch.console.outages.insist(launch.folder / "status.json", write)  # the disk may be why the run fails
-        launch.home.close(launch.console)
+        if launch.home:
+            launch.home.close(launch.console)
 
 
 def _others_end(launch: _Launch) -> bool:

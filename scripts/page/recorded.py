@@ -18,11 +18,9 @@ from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.run_stages import stored_stages
 from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, printable, read_file, shortened
-from trainer.lifecycle import read_status
+from trainer.lifecycle import SILENT_SECONDS, read_status
 from trainer.report.metrics import METRICS_NAME, read_lines
 
-SILENT_SECONDS = 120.0
-"""A run renews its status every 30 s."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 AFTER_SAVE = "after_save"

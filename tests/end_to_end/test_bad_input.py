@@ -243,6 +243,9 @@ def test_a_launch_that_never_had_the_folder_leaves_the_status_of_the_one_that_ha
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch_here(tmp_path, "--job.device", "cuda") == 78
     assert snapshot(tmp_path) == before
+    write_status(tmp_path / "run", "preempted", 7)
+    assert launch_here(tmp_path, "--job.device", "cuda") == 78
+    assert status(tmp_path / "run")["state"] == "failed"
 
 
 @pytest.mark.slow
