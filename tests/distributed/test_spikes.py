@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.manifest import TRAINER_NAME, step_folder, steps_in
-from configs.errors import UserError
+from configs.errors import KeelError
 from configs.load import load
 from tests.end_to_end.launch import (
     ROOT,
@@ -88,7 +88,7 @@ def train(folder, words, stop_after=0, noise=NOISE, steps=40):
             try:
                 trainer.train()
                 message = ""
-            except UserError as error:
+            except KeelError as error:
                 message = str(error)
             return losses, trainer.run, message
     finally:
