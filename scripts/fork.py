@@ -39,6 +39,7 @@ from configs.reading.keys import dotted, key_path
 from configs.reading.overrides import split_flags
 from configs.reading.toml_text import value_text
 from configs.run_stages import later_diff, require_counted, stage_of
+from configs.table import with_keys
 from scripts.command import (
     end,
     folder_for,
@@ -83,7 +84,7 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         require_counted(manifest.config, config, manifest.step, manifest.tokens)
         _require_fitting(checkpoint, manifest, job)
         saved = read_trainer_state(checkpoint)
-        position = _position(saved, manifest, job)
+        position = _position(saved, manifest, job, tokenizer_of(checkpoint))
         inside = f"checkpoints/step-{manifest.step:08d}"
         with (
             folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder,
@@ -217,12 +218,17 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
         )
 
 
-def _position(saved: dict[str, Any], manifest: Manifest, job: LoadedConfig) -> dict[str, Any]:
+def _position(saved: dict[str, Any], manifest: Manifest, job: LoadedConfig, tokenizer: Path | None) -> dict[str, Any]:
+    """Where the new run reads on; `tokenizer` is the run's, for a job whose path leads nowhere from this folder."""
     from trainer.data.fork import forked_position
     from trainer.guards.saved_state import check_saved_state
 
     check_saved_state(saved)
-    return forked_position(saved["data"], manifest.in_effect, stage_of(job.stages, manifest.step + 1).config)
+    config = stage_of(job.stages, manifest.step + 1).config
+    path = config.tokenizer.path
+    if tokenizer and path and not (is_url(path) or exists(path)):
+        config = with_keys(config, tokenizer={"path": str(tokenizer)})
+    return forked_position(saved["data"], manifest.in_effect, config)
 
 
 def _write(

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from scripts import checkpoint as checkpoints
 from scripts import data, export_hf, fork
 from scripts.parity_options import LATENT, MOE
 from tests.end_to_end.launch import TINY, curve, launch, launch_here, records, tensors
+from trainer.data.tokenizer import train_sentencepiece
 
 SOURCES = '--data.sources \'[{name = "a", kind = "synthetic", weight = 3.0}, {name = "b", kind = "synthetic"}]\' '
 WORDS = f"{SOURCES} --training.steps 8 --checkpoint.interval 4"
@@ -46,6 +48,22 @@ def test_a_fork_that_changes_nothing_is_the_run(tmp_path, run, capsys):
     ours, theirs = tensors(tmp_path / "fork", 8), tensors(run, 8)
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_relative_tokenizer_is_the_copy_of_the_run_in_another_folder(tmp_path, capsys, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    text = tmp_path / "text.txt"
+    text.write_text("two words " * 50)
+    train_sentencepiece([text.read_text()], Path("tokenizer.model"), 266)
+    words = ["--tokenizer.path", "tokenizer.model", "--model.vocab_size", "266", "--training.steps", "1"]
+    words += ["--data.sources", f'[{{name = "text", kind = "text", path = "{text}"}}]', "--checkpoint.interval", "1"]
+    assert launch_here(tmp_path / "here", *words) == 0
+    monkeypatch.chdir(tmp_path / "there")
+    assert fork.main([str(tmp_path / "here/run"), "--output", "fork"]) == 0
+    assert (tmp_path / "there/fork/tokenizer.model").read_bytes() == (tmp_path / "here/tokenizer.model").read_bytes()
+    assert 'path = "tokenizer.model"' in (tmp_path / "there/fork/config.toml").read_text()
 
 
 @pytest.mark.slow
