@@ -94,10 +94,10 @@ def export_hf(
     manifest = read_manifest(checkpoint)
     metadata = read_metadata(checkpoint)
     model = model_of(manifest, checkpoint)
-    if own_class and (not is_described(model) or hf_class_of(model).in_transformers):
-        raise UserError(f"{checkpoint}: transformers has a class for this model; leave --own-class out")
     if reason := not_exportable(model):
         raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
+    if own_class and (not is_described(model) or hf_class_of(model).in_transformers):
+        raise UserError(f"{checkpoint}: transformers has a class for this model; leave --own-class out")
     whole = _exported(checkpoint, manifest, metadata, output, tokenizer, verify)
     if isinstance(model, HfModel):
         with whole as folder:

@@ -93,6 +93,14 @@ def test_a_class_of_its_own_that_a_model_has_not_is_refused(tmp_path, name, caps
     assert not (tmp_path / "out").exists()
 
 
+def test_a_class_of_its_own_is_no_remedy_for_a_model_that_no_class_computes(tmp_path, capsys):
+    router = DEEPSEEK_MOE.router.model_copy(update={"load_balance": "bias", "scoring": "sigmoid"})
+    model = DEEPSEEK_MOE.model_copy(update={"router": router})
+    checkpoint = save(tmp_path / "step-00000001", make_model(model))
+    assert script.main([str(checkpoint), str(tmp_path / "out"), "--own-class", "--tokenizer", "none"]) == 1
+    assert "DeepseekV3ForCausalLM is the nearest class, and computes other models" in capsys.readouterr().err
+
+
 def test_files_and_their_index(tmp_path):
     model = make_model(TINY["untied"])
     checkpoint = save(tmp_path / "step-00000001", model)
