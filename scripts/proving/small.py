@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from configs.architectures import family_of
 from configs.architectures.parts import small_size
 from configs.reading.toml_text import table_text
-from configs.schema import Config, table_of_model
+from configs.schema import Average, Config, table_of_model
 
 STEPS = 4
 _MAX_NORM = 0.1
@@ -47,6 +47,7 @@ def small_job(config: Config, ranks: int) -> SmallJob:
         "training": _training(config, values["training"], ranks),
         "optimizer": optimizer,
         "lr_schedule": short_lr_schedule(values["lr_schedule"], STEPS),
+        "average": _average(config.average),
         "checkpoint": {"interval": 0},
         "comm": {"order_guard_interval": 1},
     }
@@ -64,6 +65,8 @@ def _notes(config: Config) -> Iterator[str]:
         yield 'float8 matmuls are left out; their proof is keel parity --rows "float8*"'
     if config.fsdp.owner_broadcast_dtype:
         yield "fsdp.owner_broadcast_dtype is left out: it rounds"
+    if config.average.dtype == "bfloat16":
+        yield "average.dtype is left out: bfloat16 rounds"
 
 
 def _training(config: Config, given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -78,6 +81,14 @@ def _training(config: Config, given: Mapping[str, Any], ranks: int) -> dict[str,
         "reduce_dtype": "float64",
         "max_norm": min(training.max_norm, _MAX_NORM) if training.max_norm != float("inf") else training.max_norm,
     }
+
+
+def _average(average: Average) -> dict[str, Any]:
+    """An average of the same kind, of which several updates are among the steps."""
+    if not average.interval:
+        return {}
+    kind = {"last": min(average.last, 2)} if average.last else {"decay": average.decay}
+    return {"interval": 1, "start_step": min(average.start_step, 1), **kind}
 
 
 def small_optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,20 @@ def test_what_is_left_out_is_told(tmp_path):
     assert [group.pattern for group in loaded.config.optimizer.groups] == ["layers.0.*"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected", "notes"),
+    [
+        ({"last": 5, "start_step": 100}, {"last": 2, "start_step": 1}, []),
+        ({"decay": 0.9, "dtype": "bfloat16"}, {"decay": 0.9, "start_step": 0}, ["average.dtype"]),
+    ],
+)
+def test_an_average_is_kept_and_covers_several_steps(tmp_path, keys, expected, notes):
+    words = [word for key, value in {"interval": 10, **keys}.items() for word in (f"--average.{key}", str(value))]
+    _, job, loaded = small("parity.toml", tmp_path, *words)
+    assert loaded.config.average.model_dump(exclude_unset=True) == {"interval": 1, **expected}
+    assert [note.split()[0] for note in job.notes if not note.startswith("computed")] == notes
+
+
 @pytest.mark.parametrize("every_pair", [False, True])
 def test_rows_cover_the_pairs(every_pair):
     techniques = chosen(AXES, has_documents=False)
