@@ -104,7 +104,8 @@ _MISTAKES = {
     ),
     "RequestTimeTooSkewed": "this host's clock is wrong; set it",
     "AccessDenied|Forbidden|PermissionDenied|necessary privileges": (
-        "permission is denied; these credentials need to list, read, write and delete objects there"
+        "permission is denied; these credentials need to list and read objects there and, where Keel writes, to write "
+        "and delete them"
     ),
     "169\\.254\\.169\\.254|metadata\\.google\\.internal|/latest/api/token|Unauthenticated": (
         "there are no credentials; set {credentials}, or others that docs/buckets.md names"

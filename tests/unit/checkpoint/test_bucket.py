@@ -729,7 +729,7 @@ def stub(monkeypatch):
     ("status", "code", "said", "may_pass"),
     [
         (404, "NoSuchBucket", "there is no such bucket; create it", False),
-        (403, "AccessDenied", "permission is denied; these credentials need to list, read, write and delete", False),
+        (403, "AccessDenied", "permission is denied; .* list and read objects there and, where Keel writes", False),
         (400, "ExpiredToken", "the credentials have expired; renew them", False),
         (403, "InvalidAccessKeyId", "the credentials are not valid; correct them", False),
         (403, "SignatureDoesNotMatch", "the credentials are not valid; correct them", False),
