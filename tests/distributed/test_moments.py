@@ -1,5 +1,8 @@
 """AdamW's stochastic rounding of moments, and of weights in bfloat16: no mesh changes it, nor does a stop."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,22 +42,22 @@ def bits_of(ranks, n: int, overrides: dict[str, object]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(ranks) -> dict[str, set[str]]:
-    return {what: bits_of(ranks, 1, overrides) for what, overrides in ROUNDED.items()}
+def of_one_rank(ranks) -> Callable[[str], set[str]]:
+    return cache(lambda what: bits_of(ranks, 1, ROUNDED[what]))
 
 
-@pytest.mark.parametrize("what", ROUNDED)
+@pytest.mark.parametrize("what", marked(ROUNDED, slow=["weights by Muon"]))
 @pytest.mark.parametrize("mesh", marked(MESHES, slow=["FSDP 4, of uneven rows", "HSDP 2x2", "PP 2"]))
 def test_exact_runs_have_the_bits_of_one_rank(ranks, of_one_rank, mesh, what):
     n, overrides = MESHES[mesh]
-    assert bits_of(ranks, n, ROUNDED[what] | overrides) == of_one_rank[what]
+    assert bits_of(ranks, n, ROUNDED[what] | overrides) == of_one_rank(what)
 
 
-@pytest.mark.parametrize("what", ROUNDED)
+@pytest.mark.parametrize("what", marked(ROUNDED, slow=["weights by Muon"]))
 def test_the_bits_are_not_those_of_other_rounding(ranks, of_one_rank, what):
     without = ("optimizer.moments_dtype", "optimizer.rounding")
     nearest = {key: value for key, value in ROUNDED[what].items() if key not in without}
-    assert bits_of(ranks, 1, nearest) != of_one_rank[what]
+    assert bits_of(ranks, 1, nearest) != of_one_rank(what)
 
 
 def numbers_of_parts() -> None:
