@@ -22,6 +22,7 @@ if not __package__:  # run as a file
 from configs.errors import ConfigError, UserError
 from configs.files import write_atomically, write_json
 from configs.load import LoadedConfig, find_job_file, load
+from configs.schema import AnyModel, is_described
 from scripts.command import (
     add_job_argument,
     end,
@@ -59,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             refuse_keys(overrides, ["optimizer.lr"], "--rates names the learning rates; leave it out")
         else:
             refuse_keys(overrides, ["training.steps"], "only with --rates; without, --steps N says how many")
+        loaded = load(job, overrides, 1)
+        _require_mup(job, overrides, loaded.config.model)
         for dim in options.dims:  # nor does a width that the job can't have
             widened(job, overrides, dim, with_mup=True)
-        loaded = load(job, overrides, 1)
         _require_one_stage(loaded, loaded.config.training.steps if options.rates else options.steps or _STEPS)
         kind = "rates" if options.rates else "coordinates"
         output = options.output or Path("runs") / f"{kind}-{loaded.config.job.name}.svg"
@@ -78,6 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_json(options.json, found)
 
     return run_command(work, "stopped; nothing is kept")
+
+
+def _require_mup(job: str, overrides: Sequence[str], model: AnyModel) -> None:
+    """Raise ConfigError if muP refuses the job, which is valid without it; the key is not the user's to leave out."""
+    if not is_described(model):
+        return  # `widened` says so
+    try:
+        widened(job, overrides, model.dim, with_mup=True)
+    except ConfigError as error:
+        raise ConfigError(
+            "each width is trained with muP, too, by the key model.mup_base_dim, and this job can't be: " + str(error)
+        ) from None
 
 
 def _require_one_stage(job: LoadedConfig, steps: int) -> None:

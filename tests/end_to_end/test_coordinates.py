@@ -118,6 +118,23 @@ def test_a_width_that_can_not_be_is_refused(capsys, words, message):
     assert message in printed
 
 
+DELTA = ("--model.layers", '["delta", "full"]', "--model.delta.key_heads", "2", "--model.delta.value_heads", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (DELTA, 'no published muP has layers of kind "delta"'),
+        (("--optimizer.name", "torch.optim:NAdam"), "torch.optim:NAdam"),
+    ],
+)
+def test_a_job_that_mup_refuses_is_told_that_mup_is_of_the_command(capsys, words, reason):
+    code, printed = run(capsys, str(TINY), "--dims", "16,64", *words)
+    assert code == 78
+    assert "each width is trained with muP, too, by the key model.mup_base_dim, and this job can't be: " in printed
+    assert reason in printed
+
+
 @pytest.mark.slow
 def test_a_training_that_leaves_the_finite_numbers_is_a_message(capsys):
     code, printed = run(capsys, *JOB, "--dims", "16,32", "--steps", "2", "--optimizer.lr", "1e30")
