@@ -36,7 +36,14 @@ from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_each_rank, on_rank_zero
 
 TrainerState = dict[str, Any]
-_OF_TENSORS = ("model.", "optimizer.name:", "optimizer.options", "optimizer.groups", "training.dtype:")
+_OF_TENSORS = (
+    "model.",
+    "optimizer.name:",
+    "optimizer.options",
+    "optimizer.groups",
+    "optimizer.rounding:",
+    "training.dtype:",
+)
 """Beginnings of the changes after which a run may hold other tensors."""
 OPTIMIZER = "optimizer."
 AVERAGE = "average."

@@ -202,12 +202,22 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
     from configs.architectures import balance_tensors
     from trainer.planning.skeleton import skeleton
 
+    optimizer = job.config.optimizer
     rule = manifest.value("optimizer", "name", str)
-    if rule != job.config.optimizer.name:
+    dtype = manifest.value("training", "dtype", str)
+    rounding = manifest.value("optimizer", "rounding", str) or "nearest"
+    remedy = f"to start another run from its weights, set checkpoint.init_from = {value_text(str(checkpoint))} in a job"
+    if rule != optimizer.name:
         raise job.error(
             "optimizer.name",
-            f"the checkpoint has the state of {rule}, which is of no use to {job.config.optimizer.name}; to start "
-            f"another run from its weights, set checkpoint.init_from = {value_text(str(checkpoint))} in a job",
+            f"the checkpoint has the state of {rule}, which is of no use to {optimizer.name}; {remedy}",
+        )
+    if dtype != job.config.training.dtype:
+        raise job.error("training.dtype", f"the checkpoint has weights and state in {dtype}; {remedy}")
+    if rule == "muon" and rounding != optimizer.rounding:
+        raise job.error(
+            "optimizer.rounding",
+            f"the checkpoint has muon's state with {value_text(rounding)}, which has other tensors; {remedy}",
         )
     metadata = metadata_of(read_index(checkpoint), checkpoint)
     shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).saved.items()}

@@ -105,6 +105,7 @@ def test_a_fork_needs_nothing_of_its_run_and_is_resumed_as_it_was_made(tmp_path,
         (["--model.ffn_dim", "32"], "is of another model; 6 tensors differ"),
         (["--model.tie_embeddings", "true"], "model.lm_head.weight: [256, 32] in the checkpoint, no such tensor here"),
         (["--optimizer.name", "lion"], "--optimizer.name: the checkpoint has the state of adamw"),
+        (["--training.dtype", "bfloat16"], "--training.dtype: the checkpoint has weights and state in float32"),
         (["--optimizer.lrr", "1"], "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         (["--training.global_batch_size", "7"], "global_batch_size"),
         (["--job.name=other"], "--job.name: --output FOLDER names the new run, and its folder"),
@@ -115,6 +116,15 @@ def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, wo
     assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_of_muon_keeps_its_rounding(tmp_path, capsys, monkeypatch):
+    """A matrix counts its updates only where they are rounded stochastically; AdamW counts them anyway."""
+    monkeypatch.chdir(tmp_path)
+    launch(tmp_path, "--training.dtype bfloat16 --optimizer.name muon --training.steps 1")
+    assert fork.main(["run", "--optimizer.rounding", "stochastic", "--output", "fork"]) == 78
+    assert '--optimizer.rounding: the checkpoint has muon\'s state with "nearest"' in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_fork_whose_job_would_count_other_tokens_is_refused_and_a_stage_goes_on(tmp_path, capsys, monkeypatch):

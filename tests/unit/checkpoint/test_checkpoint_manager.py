@@ -595,6 +595,12 @@ def test_another_model_is_refused_and_nothing_is_loaded(tmp_path):
             'optimizer.name: "adamw" -> "lion"',
         ),
         (
+            {"optimizer": {"name": "muon", "rounding": "nearest"}},
+            {"optimizer": {"name": "muon", "rounding": "stochastic"}},
+            "another optimizer.rounding",
+            'optimizer.rounding: "nearest" -> "stochastic"',
+        ),
+        (
             {"training": {"dtype": "float32"}, "optimizer": {"lr": 1.0}},
             {"training": {"dtype": "bfloat16"}, "optimizer": {"lr": 0.5}},
             "another training.dtype",
