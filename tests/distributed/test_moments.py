@@ -162,3 +162,16 @@ def test_weights_cut_by_columns_are_rounded_as_whole_ones(ranks, tmp_path, name)
         for tensor in matrices(split):
             same = read_tensor(split, read_metadata(split), tensor) == read_tensor(alone, read_metadata(alone), tensor)
             assert same.double().mean() > 0.95, (mesh, tensor)
+
+
+@pytest.mark.slow
+def test_an_owner_rounds_its_experts_as_one_process_does(ranks, tmp_path):
+    """All but a few, since the exchange of tokens may change a gradient's last bit."""
+    experts = "--model.n_experts 4 --model.experts_per_token 2 --optimizer.lr 1e-4 --lr_schedule.warmup_steps 0"
+    rounded = " ".join((RUN, *words(ROUNDED["weights by Muon"]), experts))
+    owners = "--mesh.dp_replicate 2 --mesh.dp_shard 1 --mesh.ep 2 --fsdp.partition owner"
+    alone = run_to(ranks, 1, tmp_path / "alone", 1, rounded)
+    owned = run_to(ranks, 2, tmp_path / "owned", 1, f"{rounded} {owners}")
+    for tensor in (name for name in matrices(owned) if ".experts." in name):
+        same = read_tensor(owned, read_metadata(owned), tensor) == read_tensor(alone, read_metadata(alone), tensor)
+        assert same.double().mean() > 0.95, tensor

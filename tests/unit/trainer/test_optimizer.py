@@ -316,6 +316,21 @@ def test_muon_moves_weights_in_bfloat16_by_small_steps():
         assert abs(expected[side].mean()) > 2e-3
 
 
+def test_each_update_by_muon_rounds_in_another_way():
+    """With the same random bits at every step, an element would always be rounded up, or always down."""
+    weight = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    config = Optimizer(lr=2e-3, name="muon", momentum=0.0, rounding="stochastic")
+    optimizer = build_optimizer(config, [("weight", weight)], {"weight": 1})
+    moved = []
+    for _ in range(2):
+        weight.data.fill_(1)
+        weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        optimizer.step()
+        moved.append(weight.detach().clone())
+    assert not torch.equal(*moved)
+    assert optimizer_state(optimizer, {"weight": weight})["optimizer.weight.step"] == 2
+
+
 def test_lr_scale_stays_with_the_group():
     groups = [ParameterGroup(pattern="norm.weight", lr_scale=0.1)]
     optimizer = build_optimizer(Optimizer(lr=1.0, groups=groups), list(_parameters().items()))
