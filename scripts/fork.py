@@ -39,6 +39,7 @@ from configs.reading.keys import dotted, key_path
 from configs.reading.overrides import split_flags
 from configs.reading.toml_text import value_text
 from configs.run_stages import later_diff, require_counted, stage_of
+from configs.schema import ParameterGroup
 from configs.table import with_keys
 from scripts.command import (
     end,
@@ -201,6 +202,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
     from checkpoint.index import metadata_of, read_index
     from configs.architectures import balance_tensors
     from trainer.planning.skeleton import skeleton
+    from trainer.planning.states import always_frozen
 
     optimizer = job.config.optimizer
     rule = manifest.value("optimizer", "name", str)
@@ -220,11 +222,20 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
             f"the checkpoint has muon's state with {value_text(rounding)}, which has other tensors; {remedy}",
         )
     metadata = metadata_of(read_index(checkpoint), checkpoint)
-    shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).saved.items()}
+    model = skeleton(job.config.model)
+    shapes = {f"model.{name}": shape for name, shape in model.saved.items()}
     if differences := shape_differences(metadata, shapes, balance_tensors(job.config.model)):
         raise ConfigError(
             f"{checkpoint} is of another model; {len(differences)} tensors differ:\n  {listed(differences)}\n"
             "Change [model] back"
+        )
+    groups = [ParameterGroup.model_construct(**each) for each in manifest.value("optimizer", "groups", list) or []]
+    before = with_keys(job.config, optimizer={"groups": groups})
+    if others := sorted(always_frozen(before, model) ^ always_frozen(job.config, model)):
+        raise job.error(
+            "optimizer.groups",
+            "the checkpoint has state of the parameters that it trained alone, and other ones are frozen now "
+            f"({listed(others, ', ')}); {remedy}",
         )
 
 

@@ -106,6 +106,10 @@ def test_a_fork_needs_nothing_of_its_run_and_is_resumed_as_it_was_made(tmp_path,
         (["--model.tie_embeddings", "true"], "model.lm_head.weight: [256, 32] in the checkpoint, no such tensor here"),
         (["--optimizer.name", "lion"], "--optimizer.name: the checkpoint has the state of adamw"),
         (["--training.dtype", "bfloat16"], "--training.dtype: the checkpoint has weights and state in float32"),
+        (
+            ["--optimizer.groups", '[{pattern="embed*", freeze=true}]'],
+            "other ones are frozen now (embed_tokens.weight); to start another run from its weights, set",
+        ),
         (["--optimizer.lrr", "1"], "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         (["--training.global_batch_size", "7"], "global_batch_size"),
         (["--job.name=other"], "--job.name: --output FOLDER names the new run, and its folder"),
@@ -116,6 +120,18 @@ def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, wo
     assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_keeps_what_is_frozen(tmp_path, capsys, monkeypatch):
+    """The learning rate of a group may change, but what is frozen has no state."""
+    monkeypatch.chdir(tmp_path)
+    frozen = '{pattern = "embed*", freeze = true}'
+    words = ["--optimizer.groups", f"[{frozen}]", "--training.steps", "1", "--checkpoint.interval", "1"]
+    assert launch_here(tmp_path, *words) == 0
+    slower = f'[{frozen}, {{pattern = "*norm*", lr_scale = 0.5}}]'
+    assert fork.main(["run", "--output", "slower", "--optimizer.groups", slower]) == 0
+    assert fork.main(["run", "--output", "fork", "--optimizer.groups", "[]"]) == 78
+    assert "other ones are frozen now (embed_tokens.weight)" in capsys.readouterr().err
 
 
 def test_a_fork_of_muon_keeps_its_rounding(tmp_path, capsys, monkeypatch):
