@@ -326,7 +326,7 @@ class Trainer:
             Whether there was a checkpoint to go back to.
 
         Raises:
-            ConfigError: the run has gone back to that checkpoint too often.
+            UserError: the run has gone back to that checkpoint too often.
         """
         earliest = self.stage.border.after  # before it, data and keys are an earlier stage's
         to_step = rewind_target(self.config.fault.spikes, self.run.step, self.run.incidents, result.loss, earliest)

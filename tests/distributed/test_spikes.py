@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.manifest import TRAINER_NAME, step_folder, steps_in
-from configs.errors import KeelError
+from configs.errors import UserError
 from configs.load import load
 from tests.end_to_end.launch import (
     ROOT,
@@ -88,7 +88,7 @@ def train(folder, words, stop_after=0, noise=NOISE, steps=40):
             try:
                 trainer.train()
                 message = ""
-            except KeelError as error:
+            except UserError as error:
                 message = str(error)
             return losses, trainer.run, message
     finally:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.errors import ConfigError
+from configs.errors import UserError
 from configs.schema import Spikes
 
 MAX_REWINDS = 3
@@ -42,14 +42,14 @@ def rewind_target(
         earliest: the run returns to no step before this one.
 
     Raises:
-        ConfigError: the run has returned there too often; the same command would meet the same spikes again.
+        UserError: the run has returned there too often.
     """
     to_step = step // config.rewind_interval * config.rewind_interval
     if config.action != "rewind" or to_step == 0 or to_step < earliest:
         return None
     rewinds = sum(incident.get("to_step") == to_step for incident in incidents)
     if rewinds >= MAX_REWINDS:
-        raise ConfigError(
+        raise UserError(
             f"the loss of step {step + 1} is a spike, {loss}, and the run has returned to step {to_step} {rewinds} "
             "times already: other samples do not help; resume from an earlier checkpoint "
             "(--checkpoint.load STEP --checkpoint.go_back 1), or with a lower optimizer.lr"
