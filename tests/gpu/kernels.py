@@ -49,15 +49,24 @@ def copy_terabytes_per_second(n_bytes: int = 2**31) -> float:
     return 2 * n_bytes / milliseconds(lambda: target.copy_(source)) / 1e9
 
 
-def update_terabytes_per_second(moments_dtype: str, kernel: str, n_elements: int = 2**28) -> float:
-    """Bytes that AdamW must read and write, of 16 matrices in float32."""
-    parameters = [Parameter(torch.randn(n_elements // 16, device="cuda").view(-1, 4096)) for _ in range(16)]
-    config = Optimizer.model_validate({"lr": 1e-3, "moments_dtype": moments_dtype, "kernel": kernel})
+NARROW: dict[str, tuple[dict[str, str], torch.dtype, int]] = {
+    "nothing": ({}, torch.float32, 28),
+    "moments": ({"moments_dtype": "bfloat16"}, torch.float32, 20),
+    "weights": ({"rounding": "stochastic"}, torch.bfloat16, 14),
+}
+"""What AdamW keeps in bfloat16: its settings, the type of weights, the bytes of an element that it reads and writes."""
+
+
+def update_terabytes_per_second(narrow: str, kernel: str, n_elements: int = 2**28) -> float:
+    """Bytes that AdamW must read and write, of 16 matrices."""
+    settings, dtype, n_bytes = NARROW[narrow]
+    shape = (n_elements // 16 // 4096, 4096)
+    parameters = [Parameter(torch.randn(shape, device="cuda", dtype=dtype)) for _ in range(16)]
+    config = Optimizer.model_validate({"lr": 1e-3, "kernel": kernel, **settings})
     optimizer = build_optimizer(config, [(str(number), p) for number, p in enumerate(parameters)])
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     skip, divisor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    n_bytes = 12 + (16 if moments_dtype == "float32" else 8)
     return n_bytes * n_elements / milliseconds(lambda: optimizer.step(skip=skip, divisor=divisor)) / 1e9
 
 
