@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
+from configs.architectures import balance_tensors
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
@@ -203,22 +204,23 @@ def _judged(learner: Learner, micro_batches: list[MicroBatch]) -> tuple[tuple[Te
 
 def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> tuple[LoadedConfig, Learner]:
     """Save a learner's state by a checkpoint, and load it into a new learner, perhaps on another mesh."""
-    manager = _checkpoints(detour.folder)
+    manager = _checkpoints(detour.folder, job)
     manager.resume(learner.state())
     manager.begin_lineage()
     manager.save(detour.move_at, learner.state(), {"tokens": 0})
     manager.close()
     forget_process_groups()  # or DTensor would use groups of the mesh that is left
     job, learner = _learner(job)
-    manager = _checkpoints(detour.folder)
+    manager = _checkpoints(detour.folder, job)
     assert manager.resume(learner.state()) is not None, "the checkpoint that was just saved is not found"
     manager.close()
     learner.was_loaded()
     return job, learner
 
 
-def _checkpoints(folder: str) -> CheckpointManager:
-    return CheckpointManager(Path(folder), Checkpoint(), Description({}, {}), Log())
+def _checkpoints(folder: str, job: LoadedConfig) -> CheckpointManager:
+    neutral = balance_tensors(job.config.model)
+    return CheckpointManager(Path(folder), Checkpoint(), Description({}, {}, neutral=neutral), Log())
 
 
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

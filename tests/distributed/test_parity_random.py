@@ -172,6 +172,13 @@ def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
     assert outcome == Outcome()
 
 
+def test_a_job_that_moves_takes_the_load_of_its_experts_with_it(ranks):
+    run = FLOAT64 | {"model.n_layers": 2, "model.n_experts": 4, "training.steps": 2, "training.seq_len": 16}
+    run |= {"model.router.auxiliary_loss_over": "global_batch", "model.router.auxiliary_loss_weight": 0.5}
+    drawn = Draw(2, run | {"mesh.dp_shard": 2}, move_at=1, moved={"mesh.ep": 2})
+    assert attempt(Pool(ranks), CONFIG, drawn) == Outcome()
+
+
 STAGED = Draw(
     2,
     FLOAT64 | {"mesh.tp": 2, "training.steps": 3, "model.n_layers": 2},
