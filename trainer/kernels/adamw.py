@@ -241,18 +241,10 @@ def adamw(
     salt = _mixed(word.to(tl.uint32) ^ (step.to(tl.uint32) * _GOLDEN))
     salts = salt, _mixed((word >> 32).to(tl.uint32) ^ salt)
     place = _place(row, start, LEVELS)
-    if NARROW:
-        p_at = _address(row, _P, _U16, start, ALIGNED)
-        g_at = _address(row, _G, _U16, start, ALIGNED)
-    else:
-        p_at = _address(row, _P, _F32, start, ALIGNED)
-        g_at = _address(row, _G, _F32, start, ALIGNED)
-    if KEYED:
-        m_at = _address(row, _M, _U16, start, ALIGNED)
-        v_at = _address(row, _V, _U16, start, ALIGNED)
-    else:
-        m_at = _address(row, _M, _F32, start, ALIGNED)
-        v_at = _address(row, _V, _F32, start, ALIGNED)
+    p_at = _address(row, _P, _U16 if NARROW else _F32, start, ALIGNED)
+    g_at = _address(row, _G, _U16 if NARROW else _F32, start, ALIGNED)
+    m_at = _address(row, _M, _U16 if KEYED else _F32, start, ALIGNED)
+    v_at = _address(row, _V, _U16 if KEYED else _F32, start, ALIGNED)
     has_copy = tl.load(row + _COPY) != 0
     tensors = p_at, g_at, m_at, v_at, _address(row, _COPY, _U16, start, ALIGNED), has_copy
     if count == CHUNK:  # without a mask, whose edge could be anywhere, a thread loads 16 bytes at once
