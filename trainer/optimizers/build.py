@@ -108,7 +108,7 @@ def plain_optimizers(
 
 
 def rounds_stochastically(config: Optimizer) -> bool:
-    """Whether AdamW rounds by keys: its moments, or weights and moments."""
+    """Whether updates round what is in bfloat16 by keys: AdamW's moments, or weights as well."""
     return config.moments_dtype == "bfloat16" or config.rounding == "stochastic"
 
 
