@@ -219,6 +219,14 @@ def reduces_once(config: Config) -> bool:
     return zero_stage(config.fsdp) == 1 or config.fsdp.accumulate == "reduce_last" or config.mesh.pp > 1
 
 
+def adds_up_wider(config: Config) -> bool:
+    """Whether the gradients of a step's micro-batches are kept in a wider type than the parameters' while they are
+    added; if they are reduced once, or exactly, they are added before FSDP converts them."""
+    training = config.training
+    is_narrow = (training.dtype, training.reduce_dtype) == ("bfloat16", "float32")
+    return is_narrow and training.reduction == "fast" and not reduces_once(config)
+
+
 def buffer_factor(expert: Expert) -> float | None:
     """Size of the buffers in which rows reach their experts, over that of an even load; None: there are none."""
     return expert.buffer_factor if expert.exchange == "buffers" else None

@@ -128,6 +128,17 @@ def find_gradient_types(module: FSDPModule) -> None:
         group._init_mp_dtypes()
 
 
+def keep_gradients_in(module: FSDPModule, dtype: torch.dtype) -> None:
+    """Set the dtype in which a module's group keeps reduced gradients and adds others to them, by default the
+    parameters'; call it after the model's first forward pass, since FSDP determines dtypes then."""
+    for group in _param_groups(module):
+        group._orig_dtype = dtype  # up to torch 2.14
+        parameters: list[Any] = group.fsdp_params
+        for parameter in parameters:
+            parameter.sharded_grad_dtype = dtype  # since torch 2.15
+            parameter.sharded_param.grad_dtype = None  # it may have a gradient of another dtype
+
+
 def compute_within(inner: FSDPModule, outer: nn.Module) -> None:
     """Gather and reduce the parameters of `inner` when `outer`, which contains it, computes.
 

@@ -378,7 +378,7 @@ def assemble_learner(
 ) -> Learner:
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     sums = sums_of(config.training)
-    reductions = {number: sums.reduction(stage) for number, stage in stages.items()}
+    reductions = {number: sums.reduction(stage, config) for number, stage in stages.items()}
     allow_graphs(n_stages=1 + len(later))
     set_scales = gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from configs.schema import Config
 from parallelisms.grad_norm import exchanged_on, grad_norm, gradients, sharding_groups
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
@@ -31,7 +32,7 @@ class ExactSums(Sums):
     allows_copies = False
     updates_whole_vectors = True
 
-    def reduction(self, model: nn.Module) -> TreeReduction:
+    def reduction(self, model: nn.Module, config: Config) -> TreeReduction:
         return TreeReduction(model)
 
     @torch.no_grad()

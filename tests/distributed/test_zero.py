@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from parallelisms.mesh import build_mesh
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.planning.memory import estimate_memory
 from trainer.step import build_learner
@@ -79,3 +80,71 @@ def test_bytes_follow_the_formula(ranks, stage, n_ranks, n_shards):
         assert found["shards of gradients"] == (0 if stage == 1 else share)
         assert found["estimated gradients"] == (found["whole gradients"] or share)  # reduced, the whole ones go
         assert found["estimated states"] - 3 * share < 1000  # and the optimizer's step counts
+
+
+def gradients_of(words: tuple[str, ...], n_ranks: int) -> dict[str, Tensor]:
+    """The whole gradients of a step of bfloat16 weights, as the optimizer sees them."""
+    config = load("parity.toml", words, n_ranks).config
+    mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+    found: dict[str, Tensor] = {}
+
+    def before_update(*_: object) -> None:
+        for name, parameter in learner.parameters.items():
+            gradient = parameter.grad
+            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+    learner.optimizer.register_step_pre_hook(before_update)
+    batch = next(loader)
+    for _ in range(2):  # the second after what the first has left behind
+        found.clear()
+        learner.step(batch, lr=0.0)
+    loader.close()
+    return found
+
+
+NARROW = ("--training.dtype", "bfloat16", "--training.compute_dtype", "float32", "--training.reduce_dtype")
+
+
+RUNS = {
+    "FSDP 2": (2, "--mesh.dp_shard 2"),
+    "FSDP 2, ZeRO 2": (2, "--mesh.dp_shard 2 --fsdp.zero_stage 2"),
+    "FSDP 2, ZeRO 1": (2, "--mesh.dp_shard 2 --fsdp.zero_stage 1"),
+    "FSDP 2, states in CPU memory": (2, "--mesh.dp_shard 2 --fsdp.cpu_offload true"),
+    "HSDP 2x2": (4, "--mesh.dp_replicate 2 --mesh.dp_shard 2"),
+    "owner 2": (2, "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner"),
+    "TP 2": (2, "--mesh.tp 2"),
+    "PP 2": (2, "--mesh.pp 2"),
+    "exactly": (1, "--training.reduction exact"),
+    "one rank": (1, ""),
+}
+
+
+def whole_gradients(ranks, n_ranks: int, words: str, micro_batch_size: int, reduce_dtype: str = "float32") -> Tensor:
+    size = str(micro_batch_size)
+    run = (*NARROW, reduce_dtype, "--training.micro_batch_size", size, "--training.max_norm", "1e9", *words.split())
+    gradients: dict[str, Tensor] = {}
+    for each in ranks(n_ranks, gradients_of, run, n_ranks):
+        gradients |= each
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.bfloat16}
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+@pytest.fixture(scope="module")
+def added_by_autograd(ranks) -> Tensor:
+    """Of one rank, without micro-batches."""
+    return whole_gradients(ranks, 1, "", micro_batch_size=8)
+
+
+@pytest.mark.parametrize("run", marked(RUNS, slow=["FSDP 2", "FSDP 2, ZeRO 1", "HSDP 2x2", "TP 2", "PP 2", "exactly"]))
+def test_gradients_are_added_in_reduce_dtype(ranks, added_by_autograd, run):
+    """They are rounded once, after the sum."""
+    n_ranks, words = RUNS[run]
+    differ = whole_gradients(ranks, n_ranks, words, micro_batch_size=1) != added_by_autograd
+    assert differ.double().mean() < 0.01
+
+
+def test_a_sum_that_is_rounded_each_time_differs(ranks, added_by_autograd):
+    differ = whole_gradients(ranks, 1, "", micro_batch_size=1, reduce_dtype="bfloat16") != added_by_autograd
+    assert differ.double().mean() > 0.3

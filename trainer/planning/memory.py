@@ -26,6 +26,7 @@ from configs.float8 import choose
 from configs.layout import (
     MeshSizes,
     accumulation_steps,
+    adds_up_wider,
     micro_batch_size,
     reduces_once,
     reshard_after_forward,
@@ -394,6 +395,11 @@ class RankMemory:
         return reduces_once(self.config) and self.micro_batches > 1
 
     @cached_property
+    def adds_up_wider(self) -> bool:
+        """Whether gradients take `reduce_dtype` until the step's end."""
+        return adds_up_wider(self.config) and self.micro_batches > 1
+
+    @cached_property
     def is_exact(self) -> bool:
         return not sums_of(self.config.training).mesh_changes_bits
 
@@ -406,7 +412,8 @@ class RankMemory:
 
     def _reduced_shard(self, group: Group) -> int:
         """Bytes of the group's gradients after their reduction, on the device."""
-        return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
+        kept_bytes = self.reduce_bytes if self.adds_up_wider else self.state_bytes
+        return 0 if self.config.fsdp.cpu_offload else group.trained_shard * kept_bytes
 
     @cached_property
     def _held_up_to(self) -> list[int]:
