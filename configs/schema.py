@@ -137,6 +137,11 @@ class Prepare(Table):
     """Only the tokens behind this text give loss, such as answers behind "<|assistant|>" (docs/data.md)."""
     mask_after: Annotated[Annotated[str, Field(min_length=1)] | None, only_with("mask_until")] = None
     """The tokens behind this text give no loss again, until the next mask_until: the end of an answer."""
+    fim_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the training documents whose middle is moved to their end, so that the model learns to fill in the
+    middle. The tokenizer needs three tokens for it; one that `train_on` trains gets them (docs/data.md)."""
+    fim_spm_rate: Annotated[Annotated[float, Field(ge=0, le=1)] | None, only_with("fim_rate")] = None
+    """Share of these documents that have the suffix before the prefix (SPM); default: 0.5."""
 
 
 class Data(Table):

@@ -43,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--mask-after does nothing without --mask-until, behind which tokens give loss")
     if options.prompt_key and options.mask_until:
         parser.error("--prompt-key and --mask-until both say what gives loss; leave one out")
+    if options.fim_spm_rate is not None and not options.fim_rate:
+        parser.error("--fim-spm-rate does nothing without --fim-rate, the share of documents to fill in the middle")
+    if options.fim_rate and (options.prompt_key or options.mask_until):
+        parser.error(
+            "--fim-rate moves the middle of a whole document to its end, and --prompt-key and --mask-until divide "
+            "documents; leave one out"
+        )
     if options.prompt_key == options.text_key:
         parser.error(f"--prompt-key and --text-key both name {options.text_key!r}, so the prompt is the text itself")
 
@@ -201,6 +208,18 @@ def prepare_parser() -> argparse.ArgumentParser:
         type=_marker,
         metavar="TEXT",
         help="tokens behind this text give no loss again, until the next --mask-until: the end of an answer",
+    )
+    add(
+        "--fim-rate",
+        type=number_of(lambda rate: 0 < rate <= 1, "above 0 and at most 1"),
+        metavar="R",
+        help="move the middle of this share of the training documents to their end: fill in the middle",
+    )
+    add(
+        "--fim-spm-rate",
+        type=number_of(lambda rate: 0 <= rate <= 1, "from 0 to 1"),
+        metavar="S",
+        help="the share of these with the suffix before the prefix (SPM) (default: 0.5)",
     )
     many = parser.add_mutually_exclusive_group()
     many.add_argument(

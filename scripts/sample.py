@@ -70,15 +70,23 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
     from scripts.sampling.draw import Distribution, generators
     from scripts.sampling.generate import generate
     from scripts.sampling.text import prompt_tokens
+    from trainer.data.text.fill_in import fim_tokens
 
+    if options.suffix is not None:
+        fim_tokens(trained.tokenizer)
     tokens = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            encoded = prompt_tokens(trained.tokenizer, prompt)
+            encoded = prompt_tokens(trained.tokenizer, prompt, options.suffix)
         except UserError as error:
             raise UserError(f"prompt {number} {error}") from None
         room = trained.seq_len
         kept = encoded
+        if len(encoded) >= room and options.suffix is not None:
+            raise UserError(
+                f"prompt {number} has {len(encoded)} tokens with the suffix, and the model's seq_len is {room}; give "
+                "less text around the gap"
+            )
         if len(encoded) >= room:
             kept = encoded[-max(room - options.max_tokens, room // 2) :]
             console.warning(
@@ -90,7 +98,7 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
     distribution = Distribution(options.temperature, options.top_k, options.top_p, n_tokens)
     randomness = generators(options.seed, len(prompts))
     model = CachedModel(trained.model, trained.device)
-    texts = _Texts(trained, prompts, tokens)
+    texts = _Texts(trained, prompts, tokens, options.suffix or "")
     started = time.perf_counter()
     for first in range(0, len(prompts), options.batch_size):
         batch = slice(first, first + options.batch_size)
@@ -118,7 +126,7 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
 class _Texts:
     """Prints texts in the order of their prompts, each as it grows: the first unfinished one; later ones wait."""
 
-    def __init__(self, trained: "Trained", prompts: list[str], tokens: list[list[int]]) -> None:
+    def __init__(self, trained: "Trained", prompts: list[str], tokens: list[list[int]], suffix: str) -> None:
         from scripts.sampling.text import TextStream
 
         self.tokens = [list(each) for each in tokens]
@@ -128,6 +136,7 @@ class _Texts:
         self._waiting = list(prompts)
         """The part of each text that was not printed yet."""
         self._ended = [False] * len(prompts)
+        self._suffix = suffix
         self._current = 0
         self._eos_id = trained.tokenizer.eos_id
         self._is_terminal = sys.stdout.isatty()
@@ -153,7 +162,7 @@ class _Texts:
     def _end(self, number: int) -> None:
         if not self._ended[number]:
             self._ended[number] = True
-            self._waiting[number] += self._streams[number].end()
+            self._waiting[number] += self._streams[number].end() + self._suffix
 
     def _print(self) -> None:
         while self._current < len(self._waiting):
@@ -196,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", type=place_argument, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
     add("prompt", nargs="*", default=[], metavar="PROMPT", help="text to continue; several are computed as a batch")
     add("--file", type=Path, metavar="FILE", help="also continue each line of this file; -: of standard input")
+    add("--suffix", metavar="TEXT", help="write what stands between a prompt and this text (fill in the middle)")
     add("--step", type=int, metavar="N", help="the run's checkpoint of this step (default: the newest)")
     add("--max-tokens", type=positive, default=200, metavar="N", help="new tokens per text (default: %(default)s)")
     add(

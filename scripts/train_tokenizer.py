@@ -24,10 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = (text for name in options.inputs for text in documents(name, options.text_key, bad, options.separator))
 
     def work(console: Console) -> None:
+        from trainer.data.text.fill_in import NAMES as FIM_NAMES
         from trainer.data.tokenizer import train_sentencepiece  # and with it NumPy, for which --help need not wait
 
         with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
-            train_sentencepiece(texts, options.output, options.vocab_size, bad.check)
+            names = FIM_NAMES[0] if options.fim else ()
+            train_sentencepiece(texts, options.output, options.vocab_size, bad.check, names)
         for message in bad.messages:
             console.warning(f"skipped: {message}")
         for line in bad.described():
@@ -47,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="N",
         help="number of pieces, including control symbols and bytes (259)",
+    )
+    add(
+        "--fim",
+        action="store_true",
+        help="with the tokens that fill in the middle: <fim_prefix>, <fim_suffix>, <fim_middle>",
     )
     add_text_arguments(parser)
     return parser

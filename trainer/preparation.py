@@ -23,6 +23,7 @@ from configs.table import with_keys
 from trainer.data.place import place_of
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Keys, documents
+from trainer.data.text.fill_in import NAMES as FIM_NAMES
 from trainer.data.text.listing import examine, list_files
 from trainer.data.text.prepare import Call, prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, described
@@ -152,7 +153,9 @@ def _train_tokenizer(config: Config, console: Console, stop: StopRequest) -> Non
     key, separator = (wanted.text_key, wanted.separator) if wanted else ("text", "")
     with console.progress(f"Training a tokenizer of {config.model.vocab_size:,} pieces"):
         texts = (text for name in tokenizer.train_on for text in documents(name, key, bad, separator))
-        train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size, bad.check)
+        control_tokens = FIM_NAMES[0] if wanted and wanted.fim_rate else ()
+        path = Path(tokenizer.path)
+        train_sentencepiece(_until(stop, texts), path, config.model.vocab_size, bad.check, control_tokens)
     for line in bad.described():
         console.line(line)
 

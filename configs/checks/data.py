@@ -69,6 +69,12 @@ def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
         yield "data.prepare.input", "input is empty; give files, folders, hub:NAME or python_stdlib"
     if prepare.prompt_key and prepare.mask_until:
         yield "data.prepare.prompt_key", "prompt_key and mask_until both say what gives loss; leave one out"
+    if prepare.fim_rate and (prepare.prompt_key or prepare.mask_until):
+        yield (
+            "data.prepare.fim_rate",
+            "fim_rate moves the middle of a whole document to its end, and prompt_key and mask_until divide documents; "
+            "leave one out",
+        )
     if prepare.prompt_key == prepare.text_key:
         yield (
             "data.prepare.prompt_key",

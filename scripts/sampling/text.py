@@ -3,24 +3,30 @@
 from collections.abc import Sequence
 
 from configs.errors import UserError
+from trainer.data.text.fill_in import fim_tokens, to_fill_in
 from trainer.data.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
 """A decoder's result for bytes that are not a character, or not yet."""
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, suffix: str | None = None) -> list[int]:
     """The tokens from which a model continues `prompt`: BOS, as before every document, and the text.
+
+    Args:
+        suffix: if given, the model continues with the text between `prompt` and this.
 
     Raises:
         UserError: there is no token to start from. The message is a clause about the prompt.
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     try:
-        prompt.encode()
+        f"{prompt}{suffix}".encode()
     except UnicodeEncodeError:  # an argument of the command line may have any bytes
         raise UserError("is not valid UTF-8") from None
     tokens = [*begin, *tokenizer.encode(prompt)]
+    if suffix is not None:
+        tokens = [*begin, *to_fill_in(fim_tokens(tokenizer), tokenizer.encode(prompt), tokenizer.encode(suffix))]
     if not tokens:
         raise UserError("is empty, and the tokenizer has no BOS token to start from; give a text")
     return tokens

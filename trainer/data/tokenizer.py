@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Decode `ids`; special tokens produce no text."""
 
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece, such as a special token, by its name; None if there is no such piece."""
+
     def token_bytes(self) -> np.ndarray:
         """Bytes of UTF-8 text per id: int32 of shape (vocab_size,), 0 for special tokens."""
 
@@ -93,9 +96,14 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
     A long document is encoded in runs of lines, because SentencePiece slows down with length (36 MB took 2.7 times as
     long in one piece as in runs). No piece crosses the border of two runs.
     """
+    return within_document(tokenizer, encode_runs(tokenizer, text))
+
+
+def within_document(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """The tokens of a whole document, with BOS and EOS."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return [*begin, *encode_runs(tokenizer, text), *end]
+    return [*begin, *tokens, *end]
 
 
 def encode_runs(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -163,6 +171,11 @@ class SentencePieceTokenizer:
         """Decode `ids`; special tokens produce no text."""
         return self._model.decode([int(i) for i in ids])
 
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece by its name; None if there is no such piece."""
+        found: int = self._model.piece_to_id(piece)  # that of the unknown piece if there is none
+        return found if self._model.id_to_piece(found) == piece else None
+
     def token_bytes(self) -> np.ndarray:
         """Bytes of text per id, (vocab_size,): a piece's own length, 1 for a byte piece, 0 for special tokens."""
         return np.array(self._lengths, dtype=np.int32)
@@ -229,6 +242,10 @@ class JsonTokenizer:
         """Decode `ids`; special tokens produce no text."""
         with _panics_as_errors(f"{self._path}: can't decode"):
             return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece by its name; None if there is no such piece."""
+        return self._ids.get(piece)
 
     def pieces(self) -> dict[int, str]:
         """The vocabulary's name for each id."""
@@ -323,17 +340,26 @@ def _id_or_none(i: int) -> int | None:
     return i if i >= 0 else None
 
 
+_FIXED_PIECES = 259
+"""What every tokenizer that Keel trains has: unknown, BOS, EOS and bytes."""
+
+
 def train_sentencepiece(
-    texts: Iterator[str], output: Path, vocab_size: int, at_end: Callable[[], None] = lambda: None
+    texts: Iterator[str],
+    output: Path,
+    vocab_size: int,
+    at_end: Callable[[], None] = lambda: None,
+    control_tokens: Sequence[str] = (),
 ) -> None:
     """Train a BPE tokenizer of `vocab_size` pieces on `texts` and write it to `output` atomically.
 
     Text is not normalized, and every character can be encoded (byte fallback), so that decoding restores exactly what
     was encoded. Pieces of spaces and newlines are allowed: without them, source code takes 1.7 times the tokens. The
-    same texts give the same file. Ids: 0 unknown, 1 BOS, 2 EOS, 3-258 bytes, then pieces.
+    same texts give the same file. Ids: 0 unknown, 1 BOS, 2 EOS, then control tokens, 256 bytes, and pieces.
 
     Args:
         at_end: called once all texts are read, before the training.
+        control_tokens: names of further tokens that no text has.
 
     Raises:
         UserError: the texts are too few for the vocabulary, or `output` cannot be written. Anything that `texts` raises
@@ -362,12 +388,14 @@ def train_sentencepiece(
             unk_id=0,
             bos_id=1,
             eos_id=2,
+            control_symbols=[*control_tokens],
             max_sentence_length=2**30,  # SentencePiece skips longer documents; its default is 4,192 bytes
             num_threads=1,
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise reader.error or _training_error(error, reader, output, vocab_size) from None
+        fixed = _FIXED_PIECES + len(control_tokens)
+        raise reader.error or _training_error(error, reader, output, vocab_size, fixed) from None
     _write_whole(output, model.getvalue())
 
 
@@ -420,12 +448,12 @@ class _Reader:
             raise
 
 
-def _training_error(error: RuntimeError, reader: _Reader, output: Path, vocab_size: int) -> UserError:
+def _training_error(error: RuntimeError, reader: _Reader, output: Path, vocab_size: int, fixed: int) -> UserError:
     reason = str(error).rpartition("] ")[2].strip()  # SentencePiece's message, without its source position
     reason = reason.partition(" or decrease character_coverage")[0]  # an option of SentencePiece's own command
     if not reader.n_bytes:  # SentencePiece names its own variable
         reason = "all documents are empty, or there are none"
     return UserError(
         f"cannot train a tokenizer of {vocab_size} pieces on {reader.n_bytes} bytes of text for {output}: {reason}\n"
-        "Give it more text, or another vocabulary size (at least 259 plus the characters of the text)"
+        f"Give it more text, or another vocabulary size (at least {fixed} plus the characters of the text)"
     )

@@ -226,10 +226,10 @@ from pathlib import Path
 from trainer.data.text import documents, prepare, shard, shares
 from trainer.data.text.plan import make_plan
 
-def encode_and_die(own, text, encode=shard.encode, calls=iter(range(1000))):
+def encode_and_die(own, text, is_held_out, encode=shard.encode, calls=iter(range(1000))):
     if next(calls) == int(sys.argv[5]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return encode(own, text)
+    return encode(own, text, is_held_out)
 
 documents.PIECE_BYTES = 300
 prepare.MIN_SHARD_BYTES = 1000

@@ -33,6 +33,7 @@ from configs.files import FULL, exists, is_folder, write_json
 from trainer.data.packing import write_mark
 from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.documents import Piece, pieces
+from trainer.data.text.fill_in import fim_tokens
 from trainer.data.text.hub import pin
 from trainer.data.text.listing import InputFile, examine, list_files, summary, write_list
 from trainer.data.text.prepared_folder import (
@@ -170,6 +171,8 @@ def settings_of(
     """
     _require_apart(inputs, output)
     tokenizer = load_tokenizer(tokenizer_path)
+    if choices.get("fim_rate"):
+        fim_tokens(tokenizer)
     return Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, validation_fraction, **choices)
 
 
@@ -361,6 +364,8 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
     }
     if settings.drop_duplicates:
         record["duplicates"] = sum(report["duplicates"] for report in reports)
+    if settings.fim_rate:
+        record["rearranged"] = sum(report["rearranged"] for report in reports)
     if settings.has_mask:
         record["masked"] = {name: _masked(settings, split, name, reports) for name, split in splits.items()}
     if settings.pack:

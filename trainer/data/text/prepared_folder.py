@@ -41,6 +41,10 @@ class Settings:
     """The text behind which they give none again; None: they do up to the document's end."""
     prompt_key: str | None = None
     """The field or column of a text that comes before the document's, and gives no loss; None: there is none."""
+    fim_rate: float | None = None
+    """The share of the documents of TRAIN whose middle comes last (see `fill_in`); None: none."""
+    fim_spm_rate: float | None = None
+    """The share of these that have the suffix first; None: the usual one."""
 
     @property
     def keys(self) -> Keys:
@@ -79,6 +83,8 @@ def described(record: dict[str, Any], output: str | Path) -> list[str]:
     lines += skipped_lines(record["skipped"])
     if record["empty_documents"]:
         lines.append(f"skipped: {record['empty_documents']:,} empty documents")
+    if "rearranged" in record:
+        lines.append(f"rearranged: {record['rearranged']:,} documents of {TRAIN}, to fill in the middle")
     if "duplicates" in record:
         lines.append(f"dropped: {record['duplicates']:,} documents that equal an earlier one")
     for name in (TRAIN, VALIDATION):
@@ -169,6 +175,7 @@ _FORM = {
     "inputs": {"files": int, "bytes": int, "xxh3_128": str},
     "skipped": {"*": {"count": int, "first": [str]}},
     "duplicates?": int,
+    "rearranged?": int,
     "packed?": {"*": _PACKED},
     "masked?": {"*": {"tokens_with_loss": int, "documents_without_loss": int}},
 }

@@ -17,6 +17,7 @@ from configs.files import exists, write_json
 from trainer.data.packing import PackingWriter
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Document, Piece, read
+from trainer.data.text.fill_in import SUFFIX_FIRST, FimTokens, encode_rearranged, fim_tokens
 from trainer.data.text.loss_mask import encode_masked, parts_of
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json
 from trainer.data.text.token_writer import TokenFileWriter
@@ -101,14 +102,14 @@ def write_shard(shard: Shard) -> dict[str, Any]:
             if is_copy and document.text.strip():
                 duplicates += 1
                 continue
-            tokens = encode(shard, document)
+            is_held_out = is_validation(document.content, shard.settings.validation_fraction)
+            tokens = encode(shard, document, is_held_out)
             if not len(tokens):  # white space, of a tokenizer that drops it and has neither BOS nor EOS
                 empty += 1
                 continue
             if is_copy:
                 duplicates += 1
                 continue
-            is_held_out = is_validation(document.content, shard.settings.validation_fraction)
             outputs.add(VALIDATION if is_held_out else TRAIN, tokens, document.n_bytes)
     return outputs.report(bad, empty, duplicates)
 
@@ -122,6 +123,8 @@ class Outputs:
         self._writers = {name: _writer(shard, name) for name in shard.settings.splits}
         self._splits = {name: Split() for name in self._writers}
         self._masked = {name: {"tokens_with_loss": 0, "documents_without_loss": 0} for name in self._writers}
+        self._middle = _fim_tokens(shard.tokenizer_path).middle if shard.settings.fim_rate else None
+        self._rearranged = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -139,6 +142,7 @@ class Outputs:
             with_loss = len(tokens) - int((np.asarray(tokens) & 1).sum())
             self._masked[name]["tokens_with_loss"] += with_loss
             self._masked[name]["documents_without_loss"] += not with_loss
+        self._rearranged += self._middle is not None and self._middle in tokens
         self._writers[name].append(tokens)
         self._splits[name].add(1, len(tokens), n_bytes)
 
@@ -148,6 +152,7 @@ class Outputs:
             **{name: asdict(split) for name, split in self._splits.items()},
             "empty_documents": empty_documents,
             "duplicates": duplicates,
+            "rearranged": self._rearranged,
             "packed": {
                 name: {"windows": writer.n_windows, "cut_documents": writer.n_cut}
                 for name, writer in self._writers.items()
@@ -195,6 +200,11 @@ read_bytes = _ReadBytes()
 _load_once = cache(load_tokenizer)
 
 
+@cache
+def _fim_tokens(tokenizer_path: Path) -> FimTokens:
+    return fim_tokens(_load_once(tokenizer_path))
+
+
 def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
     path = shard.unfinished / split / (shard.name + SUFFIX)
     settings = shard.settings
@@ -202,14 +212,18 @@ def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
     return PackingWriter(writer, settings.pack) if settings.pack else writer
 
 
-def encode(shard: Shard, document: Document) -> Sequence[int] | np.ndarray:
-    """A document as its token file stores it."""
+def encode(shard: Shard, document: Document, is_held_out: bool) -> Sequence[int] | np.ndarray:
+    """A document as its token file stores it; one that is held out for validation is never rearranged."""
     tokenizer = _load_once(shard.tokenizer_path)
     settings = shard.settings
     if settings.prompt_key is not None:
         return encode_masked(tokenizer, [(document.prompt, False), (document.text, True)])
     if settings.mask_until is not None:
         return encode_masked(tokenizer, parts_of(document.text, settings.mask_until, settings.mask_after))
+    if settings.fim_rate and not is_held_out:
+        suffix_first = SUFFIX_FIRST if settings.fim_spm_rate is None else settings.fim_spm_rate
+        tokens = _fim_tokens(shard.tokenizer_path)
+        return encode_rearranged(tokenizer, tokens, document.text, settings.fim_rate, suffix_first)
     return encode_document(tokenizer, document.text)
 
 

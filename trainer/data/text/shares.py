@@ -215,12 +215,12 @@ def _write_raw(shard: RawShard) -> dict[str, Any]:
     path = place.with_suffix(SUFFIX)
     with TokenFileWriter(path, settings.vocab_size, settings.tokenizer_hash, settings.has_mask) as writer:
         for document in documents_of(shard, bad):
-            tokens = encode(shard, document) if document.text else []
+            is_held_out = is_validation(document.content, settings.validation_fraction)
+            tokens = encode(shard, document, is_held_out) if document.text else []
             if not len(tokens):
                 empty += 1
                 continue
             writer.append(tokens)
-            is_held_out = is_validation(document.content, settings.validation_fraction)
             documents += DOCUMENT.pack(document.n_bytes, is_held_out)
             if settings.drop_duplicates:
                 digests += xxhash.xxh3_128_digest(document.content)
