@@ -96,10 +96,14 @@ class Gap:
         return f"{self.value:.2g} of {where}, in step {self.step} (the bound there is {self.bound:.2g})"
 
 
-def gaps(recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], bound: float) -> Iterator[Gap]:
+def gaps(
+    recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], bound: float, dtype: str
+) -> Iterator[Gap]:
     """The differences of the data, the loss, the gradient norm, and each parameter's norm and sample.
 
     A sample is compared relative to itself or to the root mean square of its parameter's gradient, if that is larger.
+    Some gradients are zero but for round-off, such as those of a bias of keys. They have no size to compare with, so
+    one below a rounding (of `dtype`) of all gradients' norm is left out.
     """
 
     def gap(what: str, a: float, b: float, unit: float) -> Gap:
@@ -111,9 +115,13 @@ def gaps(recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], 
         yield Gap(recorded.step, DATA, math.inf, bound)
     yield gap(LOSS, recorded.loss, replayed.loss, abs(replayed.loss))
     yield gap(NORM, recorded.grad_norm, replayed.grad_norm, replayed.grad_norm)
+    rounding = _EPSILON[dtype] * float(np.linalg.norm(replayed.norms))
     for number, (name, size) in reversed([*enumerate(parameters)]):
+        was = float(recorded.norms[number])
         norm = float(replayed.norms[number])
-        yield gap(name, float(recorded.norms[number]), norm, norm)
+        if was < rounding and norm < rounding:
+            continue
+        yield gap(name, was, norm, norm)
         sample = float(recorded.samples[number]), float(replayed.samples[number])
         yield gap(name, *sample, max(abs(sample[1]), norm / math.sqrt(size)))
 

@@ -227,10 +227,11 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     largest = None
     outside = None
     pairs = pairs[:MAX_STEPS_APART]
+    dtype = config.training.compute_dtype
     orthogonalizes = rule_of(config.optimizer.name).hidden_matrices_only
     for recorded, again in pairs:
-        bound = bound_of(recorded.step - plan.first + 1, config.training.compute_dtype, orthogonalizes)
-        for gap in gaps(recorded, again, plan.launch.parameters, bound):
+        bound = bound_of(recorded.step - plan.first + 1, dtype, orthogonalizes)
+        for gap in gaps(recorded, again, plan.launch.parameters, bound, dtype):
             if largest is None or gap.value / gap.bound > largest.value / largest.bound:
                 largest = gap
             if outside is None and gap.value > gap.bound:

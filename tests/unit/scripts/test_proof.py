@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -10,17 +11,20 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import scripts.replay
 from configs.errors import ConfigError, UserError
+from scripts.proof.compare import bound_of, gaps
 from scripts.proof.replay import plan
 from scripts.replay import compute, random_steps, replay, temporary_folder
 from tests.end_to_end.launch import TINY, assert_same_tensors, launch_here, snapshot, tensors
 from trainer.data.loader import MicroBatch
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
+from trainer.proof.record import Step
 from trainer.report.console import Console
 from trainer.step import Learner
 
@@ -323,6 +327,24 @@ def test_sums_that_are_equal_in_the_first_step_by_luck_may_differ_in_the_next(co
     assert holds, said
     assert "in bits, step 7 is the first that differs: the gradient norm\n" in said
     assert "equal within the bound: steps 6 to 8; the difference nearest to it is 2.4e-07 of the gradient norm" in said
+
+
+def test_a_gradient_that_is_zero_but_for_round_off_has_no_size():
+    """A bias of keys has such a gradient, which other sums change by its whole size."""
+
+    def step(of_keys: float) -> Step:
+        norms = np.array([1.0, of_keys], dtype=np.float32)
+        return Step(1, 5.0, 1.0, np.zeros(2, np.uint32), norms, norms / 2, np.zeros(1, np.uint32))
+
+    def wrong(was: float, now: float) -> list[str]:
+        parameters = [("weight", 4), ("k.bias", 4)]
+        found = gaps(step(was), step(now), parameters, bound_of(1, "float32"), "float32")
+        return [gap.what for gap in found if gap.value > gap.bound]
+
+    assert wrong(2e-11, 3e-11) == []
+    assert wrong(2e-11, 2e-4) == ["k.bias", "k.bias"]
+    assert wrong(2e-4, 3e-4) == ["k.bias", "k.bias"]
+    assert "k.bias" in wrong(2e-11, math.nan)
 
 
 def test_a_run_with_muon_is_replayed_with_other_sums(tmp_path):
