@@ -89,6 +89,24 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def swap(tensor: Tensor, to: int, source: int, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Send a tensor to a rank of `group`; returns a function that waits for what `source` sent, of the same shape."""
+    arriving = torch.empty_like(tensor)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, arriving, group=group, group_peer=source),
+        ]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return arriving
+
+    return wait
+
+
 def is_first(group: dist.ProcessGroup | None) -> bool:
     """Whether this is the first rank of `group` (None: of all)."""
     return dist.get_rank(group) == 0

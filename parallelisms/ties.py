@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from configs.plan import plan_of
 from parallelisms.grad_norm import exchanged_on, gradients
-from parallelisms.ranks import local_part
+from parallelisms.ranks import local_part, swap
 
 
 @contextmanager
@@ -68,15 +68,6 @@ class TiedEnds:
 
     def _exchanged(self, gradient: Tensor) -> Tensor:
         """The other end's gradient, which has the same shape."""
-        sent = gradient.contiguous()
-        taken = torch.empty_like(sent)
+        sent = gradient.contiguous()  # until it is sent
         # With the other end, which holds the same shard of the same matrix.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, group=self._pipeline, group_peer=self._other_end),
-                dist.P2POp(dist.irecv, taken, group=self._pipeline, group_peer=self._other_end),
-            ]
-        )
-        for work in works:
-            work.wait()
-        return taken
+        return swap(sent, self._other_end, self._other_end, self._pipeline)()

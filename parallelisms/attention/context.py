@@ -45,6 +45,7 @@ from parallelisms.attention.blocked import (
 )
 from parallelisms.attention.halo import chunks_of, spans_of, with_halo
 from parallelisms.attention.recurrent import pass_states, with_some_heads
+from parallelisms.ranks import swap
 from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
@@ -385,20 +386,7 @@ class _Ring:
         """Send to the next rank; returns a function that waits for what the previous rank sent."""
         rank = self._group.rank()
         n_ranks = self._group.size()
-        arriving = torch.empty_like(tensor)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=self._group, group_peer=(rank + 1) % n_ranks),
-                dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=(rank - 1) % n_ranks),
-            ]
-        )
-
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            return arriving
-
-        return wait
+        return swap(tensor, (rank + 1) % n_ranks, (rank - 1) % n_ranks, self._group)
 
 
 _TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring": _Ring}
