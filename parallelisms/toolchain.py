@@ -39,7 +39,7 @@ def require_cache_folders(environment: MutableMapping[str, str]) -> None:
                 "to another folder, or unset it"
             )
     is_open = TRITON_FOLDER not in environment and "TRITON_HOME" not in environment
-    if is_open and _refuses_files(_nearest(Path.home() / ".triton" / "cache")):
+    if is_open and _unwritable(_nearest(Path.home() / ".triton" / "cache")):
         environment[TRITON_FOLDER] = str(_own_folder(Path(tempfile.gettempdir()) / f"triton_{_user()}"))
 
 
@@ -83,17 +83,12 @@ def cpp_compiler() -> str | None:
 
 
 def _unwritable(folder: Path) -> str:
-    """Why no file can be made in a folder, which may have to be made; "" if one can."""
+    """Why no file can be made in a folder, which may have to be made; "" if one can.
+
+    `os.access` would not tell: it lets root write anywhere.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return error.strerror or str(error)
-    return _refuses_files(folder)
-
-
-def _refuses_files(folder: Path) -> str:
-    """Why no file can be made in a folder that exists; "" if one can. (`os.access` lets root write anywhere.)"""
-    try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:
