@@ -22,10 +22,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.manifest import INDEX_NAME, FileEntry, is_plain_name, readable
+from checkpoint.manifest import INDEX_NAME, Count, FileEntry, is_plain_name, readable
 from checkpoint.storage import HashedFile
 from configs.untrusted import read_file
 
@@ -48,7 +48,6 @@ MOST_PARTS = 20_000
 MAX_INDEX_BYTES = 4 << 30
 """Limit on an index, which has about 100 bytes for each part of a tensor."""
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Part = tuple[list[Count], list[Count], str, Count, Count]
 """Offsets and sizes in the whole tensor, one number per dimension; the file; the first byte in it, and how many."""
 

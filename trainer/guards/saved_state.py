@@ -6,11 +6,11 @@ from typing import Annotated, Any, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from checkpoint.manifest import Count
 from configs.errors import UserError
 from configs.untrusted import first_fault
 from trainer.saved_state import RunState
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 
 
