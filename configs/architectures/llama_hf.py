@@ -128,10 +128,6 @@ def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"window": keys.get("window")}
 
 
-def _write_query_scale(model: Any) -> dict[str, Any]:
-    return {"query_pre_attn_scalar": int(model.query_scale or head_dim(model))}  # transformers takes integers only
-
-
 def _write_rope_layers(model: Any) -> dict[str, Any]:
     n = model.no_rope_every
     return {
@@ -466,7 +462,8 @@ GEMMA3 = HfClass(
     },
     rope_by_layer=True,
     window_rope_theta=1e4,
-    write=lambda model: _write_windows(model) | _write_query_scale(model),
+    # transformers takes integers only
+    write=lambda model: _write_windows(model) | {"query_pre_attn_scalar": int(model.query_scale or head_dim(model))},
     read=lambda config: _read_windows(config, config.get("sliding_window_pattern", 6)),
 )
 DEEPSEEK_V3 = HfClass(
