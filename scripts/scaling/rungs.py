@@ -241,14 +241,11 @@ def _shortened(target: Config, steps: int, batch: int, ranks: int) -> Iterator[t
         yield "training.micro_batch_size", max(n for n in range(1, most + 1) if batch // ranks % n == 0)
     yield "validation.interval", steps // VALIDATIONS
     in_steps = steps / training.steps
-    schedule = target.lr_schedule
-    for key in ("warmup_steps", "total_steps", "decay_steps"):
-        if value := getattr(schedule, key):
-            yield f"lr_schedule.{key}", max(1, round(value * in_steps))
     in_tokens = in_steps * batch / training.global_batch_size
-    for key in ("warmup_tokens", "total_tokens", "decay_tokens"):
-        if value := getattr(schedule, key):
-            yield f"lr_schedule.{key}", max(1, round(value * in_tokens))
+    for unit, times in (("steps", in_steps), ("tokens", in_tokens)):
+        for key in (f"warmup_{unit}", f"total_{unit}", f"decay_{unit}"):
+            if value := getattr(target.lr_schedule, key):
+                yield f"lr_schedule.{key}", max(1, round(value * times))
     if target.optimizer.slow_warmup_steps:
         yield "optimizer.slow_warmup_steps", max(1, round(target.optimizer.slow_warmup_steps * in_steps))
     for number, group in enumerate(target.optimizer.groups):
