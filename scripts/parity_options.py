@@ -103,11 +103,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     "DeepSeek-V3": {
         **LATENT,
-        **MOE,
+        **OPTIONS["groups of experts"],
         "model.router.scoring": "sigmoid",
-        "model.router.n_groups": 8,
-        "model.router.groups_per_token": 2,
-        "model.router.scaling_factor": 2.5,
         "model.router.load_balance": "bias_and_auxiliary_loss",
         "model.router.bias_update_rate": 0.01,
         "model.rope_scaling": '{kind = "yarn", factor = 4.0, original_seq_len = 16}',

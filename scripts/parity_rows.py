@@ -376,12 +376,8 @@ def qk_clip_rows() -> Iterator[Row]:
     for mesh in ("FSDP 4", "HSDP 2x2", "owner 2 x TP 2", "PP 2 x FSDP 2 interleaved"):
         yield _row(name, f"Muon, {mesh}", muon, micro_batch=1)
     yield from _both(name, ("latent attention, FSDP 2 x TP 2",), run | LATENT, micro_batch=2)
-    yield _row(
-        name,
-        "further tokens, window, CP 2 gather",
-        run | OPTIONS["further tokens"] | {"model.window": 5},
-        micro_batch=2,
-    )
+    further = run | OPTIONS["further tokens"] | {"model.window": 5}
+    yield _row(name, "further tokens, window, CP 2 gather", further, micro_batch=2)
 
 
 def qk_norm_rows() -> Iterator[Row]:
