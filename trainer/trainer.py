@@ -162,7 +162,7 @@ class Trainer:
                     if self.step < number:  # the run has gone back to before a spike
                         continue
                 self.checkpoints.poll()
-                self.watch.check_grace(number, self.checkpoints.save_seconds)
+                self.watch.grace.check(self.checkpoints.save_seconds, self.watch.is_typical(number))
                 if self._should_save():
                     self._save()
                     self._vote_to_stop()  # saving may have taken long

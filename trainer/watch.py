@@ -93,10 +93,6 @@ class Watch:
         with self._ledger.measure(kind), self.phases.measure(phase):
             yield
 
-    def check_grace(self, step: int, save_seconds: float | None) -> None:
-        """Warn if the grace time is too short for the steps and saves of this run."""
-        self.grace.check(save_seconds, self.is_typical(step))
-
     def is_typical(self, step: int) -> bool:
         """Whether nothing is compiled any more in step number `step`."""
         return step - self._first_step > COMPILING_STEPS
