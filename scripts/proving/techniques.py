@@ -171,7 +171,7 @@ class Search:
         best: Combination = ()
         most = 0
         for each in self.techniques:
-            larger = _sorted((*row, each))
+            larger = tuple(sorted((*row, each), key=TECHNIQUES.index))
             added = [pair for pair in combinations(larger, 2) if each in pair]
             if each in row or not all(pair in possible for pair in added):
                 continue
@@ -198,10 +198,6 @@ Goal = tuple[str, str]
 def ranks_of(techniques: Combination) -> int:
     """The ranks that a combination needs."""
     return math.prod(each.ranks for each in techniques)
-
-
-def _sorted(techniques: Combination) -> Combination:
-    return tuple(sorted(techniques, key=TECHNIQUES.index))
 
 
 def _order(pair: Combination) -> list[int]:
