@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from checkpoint.bucket import BucketError
+from checkpoint.bucket import errors_for_user
 from configs.errors import OutageError, UserError
 from configs.files import FULL, exists, is_folder, write_json
 from trainer.data.packing import write_mark
@@ -180,9 +180,8 @@ def settings_of(
 def errors_of(output: Path) -> Iterator[None]:
     """Name the output, or the file beside it, that the disk refuses, or the place that object storage does."""
     try:
-        yield
-    except BucketError as error:
-        raise error.for_user() from None
+        with errors_for_user():
+            yield
     except OSError as error:
         kind = OutageError if error.errno in FULL else UserError
         raise kind(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None
