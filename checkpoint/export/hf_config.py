@@ -171,10 +171,9 @@ def _rope_to_hf(model: Model, kind: HfClass) -> dict[str, Any]:
     theta = {"rope_theta": model.rope_theta}
     if scaling and kind.yarn_scales_scores and model.query_scale:
         scaling |= {"mscale_all_dim": _mscale_of(model.query_scale / head_dim(model), scaling["factor"])}
-    whole = (scaling or {"rope_type": "default"}) | theta
     if kind.rope_fraction is not None:
-        whole |= {"partial_rotary_factor": model.rope_fraction}
         theta |= {"partial_rotary_factor": model.rope_fraction}
+    whole = (scaling or {"rope_type": "default"}) | theta
     if not kind.rope_by_layer:
         return {**theta, "rope_scaling": scaling, "rope_parameters": whole}
     local = model.window_rope_theta or model.rope_theta
