@@ -8,7 +8,7 @@ millisecond for 512 samples, in the background.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -169,37 +169,34 @@ class Mixture:
 
         Samples before `start` belong to another mixture, and must not be asked for.
         """
-        block, position = np.divmod(sample - self.start.sample, self.block_length)
         source = np.full(sample.shape, -1)
-        ordinal = np.zeros_like(block)
-        left = self.block_length  # samples of the block that earlier sources have not taken
-        for s, (count, key) in enumerate(zip(self.counts.tolist(), self.keys, strict=True)):
-            # Of the `left` positions, those where (position * count + phase) // left increases are this source's.
-            phase = (mix(block.astype(np.uint64) + key) % np.uint64(left)).astype(np.int64)
-            before = (position * count + phase) // left
-            chosen = (source < 0) & ((position + 1) * count + phase >= (before + 1) * left)
+        ordinal = np.zeros(sample.shape, dtype=np.int64)
+        for s, (read, is_next) in enumerate(self._by_source(sample)):
+            chosen = (source < 0) & is_next
             source = np.where(chosen, s, source)
-            ordinal = np.where(chosen, self._read(s) + block * count + before, ordinal)
-            position = position - before
-            left -= count
+            ordinal = np.where(chosen, read, ordinal)
         return source, ordinal
 
     def read_before(self, sample: int) -> dict[str, int]:
         """How many samples of each source the run has before `sample`, those of sources that it has left included."""
-        block, position = divmod(sample - self.start.sample, self.block_length)
-        read = dict(self.start.read)
-        left = self.block_length
-        for s, (count, key) in enumerate(zip(self.counts.tolist(), self.keys, strict=True)):
-            phase = int(mix(np.array([block], dtype=np.uint64) + key)[0]) % left
-            before = (position * count + phase) // left
-            read[self.names[s]] = self._read(s) + block * count + before
-            position -= before
-            left -= count
-        return read
+        counts = [int(read[0]) for read, _ in self._by_source(np.array([sample]))]
+        return {**self.start.read, **dict(zip(self.names, counts, strict=True))}
 
-    def _read(self, source: int) -> int:
-        """How many samples of a source, by its index, come before `start`."""
-        return self.start.read.get(self.names[source], 0)
+    def _by_source(self, sample: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """How many samples of a source the run has before each of `sample`, and whether that is its next; by source.
+
+        A sample belongs to the first source of which it is the next one.
+        """
+        block, position = np.divmod(sample - self.start.sample, self.block_length)
+        left = self.block_length  # samples of the block that earlier sources have not taken
+        for name, count, key in zip(self.names, self.counts.tolist(), self.keys, strict=True):
+            # Of the `left` positions, those where (position * count + phase) // left increases are this source's.
+            phase = (mix(block.astype(np.uint64) + key) % np.uint64(left)).astype(np.int64)
+            before = (position * count + phase) // left
+            is_next = (position + 1) * count + phase >= (before + 1) * left
+            yield self.start.read.get(name, 0) + block * count + before, is_next
+            position = position - before
+            left -= count
 
 
 def _block_counts(shares: np.ndarray) -> np.ndarray:
