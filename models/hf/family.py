@@ -36,7 +36,7 @@ def built(config: HfModel) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # whatever the family's code makes of a wrong config
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"transformers cannot build this {kind} (model.hf, model.hf_overrides): {reason}") from None
 
 

@@ -156,6 +156,7 @@ def test_flops_count_matrices_and_attention(tmp_path):
         ),
         ("mixtral", {"output_router_logits": True}, "auxiliary loss"),
         ("qwen3", {"rope_parameters": {"rope_type": "nonsense"}}, "transformers cannot build this qwen3"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "validator .* ValueError: `num_hidden_layers` .* must be equal"),
     ],
 )
 def test_what_cannot_be_trained_as_it_is_is_refused(tmp_path, family, fields, message):
