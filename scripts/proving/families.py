@@ -108,7 +108,7 @@ def prove_family(
             found = _outcomes(pool, job, left, ranks)
             return FamilyProof(family, rows=[*before, *(each for each in found if each.name not in tried)])
     except ConfigError as error:
-        return FamilyProof(family, refused=" ".join(str(error).split()))
+        return FamilyProof(family, refused="; ".join(str(error).splitlines()))
 
 
 def _require_small(job: Path) -> None:
@@ -268,5 +268,5 @@ def _without_name(reason: str, family: str) -> str:
     """The reason in words that are the same for all families that have it."""
     reason = reason.replace("--model.hf: ", "")
     reason = re.sub(r" \(perhaps in [^)]*\)|(?<=small model of it differs) by \S+", "", reason)
-    reason = re.sub(rf"\b{re.escape(family)}\b", "the family", reason)
+    reason = re.sub(rf"\b(this )?{re.escape(family)}\b(?!\.\w)", "the family", reason)
     return reason.replace("|", r"\|").replace("<", r"\<")

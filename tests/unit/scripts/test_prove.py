@@ -19,7 +19,7 @@ from models.hf import names
 from scripts import prove
 from scripts.proving.activations import first_block_apart
 from scripts.proving.equal import Report, differences, worst
-from scripts.proving.families import FamilyProof, families_page
+from scripts.proving.families import FamilyProof, families_page, prove_family
 from scripts.proving.page import page, pair_verdicts
 from scripts.proving.run import FLOAT32, Outcome, Prover
 from scripts.proving.small import SmallJob, small_job
@@ -380,12 +380,24 @@ def test_reasons_are_joined_by_what_they_say():
     other = replace(refused, reason="bloom has no plan of tensor parallelism; set tp = 1")
     cast = Outcome("FSDP 2", ("FSDP 2",), 2, "equal", f"{FLOAT32}, in which the model itself computes x")
     proofs = [FamilyProof("opt", rows=[cast, refused]), FamilyProof("bloom", rows=[other])]
-    text = families_page([*proofs, FamilyProof("bert", "bert is shared")], "keel prove")
+    unbuilt = [
+        FamilyProof("bert", "bert is shared"),
+        FamilyProof("dbrx", "transformers cannot build this dbrx"),
+        FamilyProof("rwkv", "the rule of rwkv for rwkv.blocks.0"),
+    ]
+    text = families_page([*proofs, *unbuilt], "keel prove")
     assert "| opt | ≈ | - |" in text
     assert "- the family has no plan of tensor parallelism: TP 2: all" in text
     assert "- the family is shared: bert" in text
+    assert "- transformers cannot build the family: dbrx" in text
+    assert "- the rule of the family for rwkv.blocks.0: rwkv" in text
     assert not FamilyProof("opt", rows=[cast, refused]).is_wrong
     assert FamilyProof("opt", rows=[replace(cast, verdict="wrong")]).is_wrong
+
+
+def test_several_reasons_against_a_family_are_told_apart():
+    proof = prove_family(None, "blt", lambda name: prove.job_of_model(name, ()), (), 2, None)
+    assert "hidden_size, a whole number of 1 or more; set model.hf_overrides.hidden_size; --model.hf: " in proof.refused
 
 
 FAMILY_JOBS = (
