@@ -126,6 +126,22 @@ def test_the_command_rearranges_what_is_for_training_and_says_how_many(folder, t
     assert "fim_rate: 0.5 then, 0.6 now" in capsys.readouterr().err
 
 
+def test_texts_that_have_the_names_are_not_counted_as_rearranged(tmp_path, capsys):
+    """To some tokenizers, such as Qwen-Coder's, the names are no special tokens: in a text they are the tokens, too."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    model.add_tokens([tokenizers.AddedToken(name, special=False) for name in NAMES[1]])
+    model.save(str(tmp_path / "tokenizer.json"))
+    texts = ["ab" * i + NAMES[1][2] + "b" for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer.json"), "--processes", "1"]
+    words += ["--validation-fraction", "0.5", "--fim-rate", "0.5"]
+    assert prepare_data([str(tmp_path / "text.jsonl"), *words]) == 0
+    tokens = TokenFolder(tmp_path / "out" / "train", 5)
+    rearranged = int((tokens.read(0, tokens.n_tokens) == 2).sum())
+    assert 0 < rearranged < 30
+    assert f"rearranged: {rearranged} documents of train" in capsys.readouterr().out
+
+
 def documents_in(folder):
     tokens = folder.read(0, folder.n_tokens)
     return [part.tolist() for part in np.split(tokens, folder.document_starts(0, folder.n_tokens)[1:])]

@@ -123,7 +123,7 @@ class Outputs:
         self._writers = {name: _writer(shard, name) for name in shard.settings.splits}
         self._splits = {name: Split() for name in self._writers}
         self._masked = {name: {"tokens_with_loss": 0, "documents_without_loss": 0} for name in self._writers}
-        self._middle = _fim_tokens(shard.tokenizer_path).middle if shard.settings.fim_rate else None
+        self._prefix = _fim_tokens(shard.tokenizer_path).prefix if shard.settings.fim_rate else None
         self._rearranged = 0
 
     def __enter__(self) -> Self:
@@ -142,7 +142,8 @@ class Outputs:
             with_loss = len(tokens) - int((np.asarray(tokens) & 1).sum())
             self._masked[name]["tokens_with_loss"] += with_loss
             self._masked[name]["documents_without_loss"] += not with_loss
-        self._rearranged += self._middle is not None and self._middle in tokens
+        # Of some tokenizers, a text may have these tokens anywhere, but a rearranged document begins with one.
+        self._rearranged += name == TRAIN and self._prefix is not None and self._prefix in tokens[:2]
         self._writers[name].append(tokens)
         self._splits[name].add(1, len(tokens), n_bytes)
 
