@@ -20,10 +20,11 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, suffix: str | None = None) 
         UserError: there is no token to start from. The message is a clause about the prompt.
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    try:
-        f"{prompt}{suffix}".encode()
-    except UnicodeEncodeError:  # an argument of the command line may have any bytes
-        raise UserError("is not valid UTF-8") from None
+    for what, text in (("is", prompt), ("has a suffix that is", suffix or "")):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # an argument of the command line may have any bytes
+            raise UserError(f"{what} not valid UTF-8") from None
     tokens = [*begin, *tokenizer.encode(prompt)]
     if suffix is not None:
         tokens = [*begin, *to_fill_in(fim_tokens(tokenizer), tokenizer.encode(prompt), tokenizer.encode(suffix))]

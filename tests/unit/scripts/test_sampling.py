@@ -282,6 +282,8 @@ def test_a_prompt_starts_with_bos(readers):
     assert prompt_tokens(tokenizer, "ab") == [tokenizer.bos_id, *tokenizer.encode("ab")]
     with pytest.raises(UserError, match="is not valid UTF-8"):
         prompt_tokens(tokenizer, "\udcff")
+    with pytest.raises(UserError, match="has a suffix that is not valid UTF-8"):
+        prompt_tokens(tokenizer, "a", "\udcff")
 
 
 def test_without_bos_an_empty_prompt_is_a_message(readers):
