@@ -73,7 +73,7 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
     from trainer.data.text.fill_in import fim_tokens
 
     if options.suffix is not None:
-        fim_tokens(trained.tokenizer)
+        fim_tokens(trained.tokenizer, "leave out --suffix, since a model fills in only what it was trained with")
     tokens = []
     for number, prompt in enumerate(prompts, 1):
         try:

@@ -135,7 +135,7 @@ MISTAKES = {
     "run/checkpoints/step-00000020 --step 20": "is one checkpoint, so --step 20 has no meaning; leave it out, or name "
     "the run",
     "run a NOT_UTF_8": "prompt 2 is not valid UTF-8",
-    "run a --suffix b": "the tokenizer has no tokens to fill in the middle by (looked for: <fim_prefix>",
+    "run a --suffix b": "leave out --suffix, since a model fills in only what it was trained with",
     "run --file nothing": "nothing can't be read: No such file or directory",
     "run --file blank": "blank is empty; give a prompt on each line",
     "run --file latin": "latin is not valid UTF-8 (at byte 3); convert it",

@@ -36,8 +36,13 @@ class FimTokens(NamedTuple):
     middle: int
 
 
-def fim_tokens(tokenizer: Tokenizer) -> FimTokens:
+def fim_tokens(
+    tokenizer: Tokenizer, remedy: str = "name one that has, or train one: scripts/train_tokenizer.py --fim"
+) -> FimTokens:
     """The tokens of a tokenizer that stand before the parts.
+
+    Args:
+        remedy: what to do if it has none.
 
     Raises:
         UserError: it has none.
@@ -47,10 +52,7 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens:
         if None not in ids:
             return FimTokens(*[i for i in ids if i is not None])
     known = "; ".join(" ".join(names) for names in NAMES)
-    raise UserError(
-        f"the tokenizer has no tokens to fill in the middle by (looked for: {known}); name one that has, or train one: "
-        "scripts/train_tokenizer.py --fim"
-    )
+    raise UserError(f"the tokenizer has no tokens to fill in the middle by (looked for: {known}); {remedy}")
 
 
 def encode_rearranged(
