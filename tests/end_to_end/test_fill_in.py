@@ -55,4 +55,6 @@ def test_a_job_learns_from_both_sides_of_a_gap(tmp_path, monkeypatch, capsys):
         text = capsys.readouterr().out.removesuffix("\n")
         assert (text[0], text[-1]) == ("c", letter)
         filled.append(text == f"c{letter}{letter}")
+    assert sample.main(["run", "c", "--suffix", "kl" * 40]) == 1
+    assert "tokens with the suffix, and the model's seq_len is 32; give less text" in capsys.readouterr().err
     assert sum(filled) >= 7  # of one side, a tenth can be guessed

@@ -84,11 +84,37 @@ def test_shares_and_cuts_are_those_asked_for(tokenizer):
     assert np.mean([first for _, is_rearranged, first in found if is_rearranged]) == pytest.approx(0.25, abs=0.03)
     prefixes = []
     for text in texts:
-        ids = encode_rearranged(tokenizer, own, text, 1.0, 0.0)
-        prefixes.append(len(tokenizer.decode(ids[: ids.index(own.suffix)])))
+        ids = encode_rearranged(tokenizer, own, text, 0.5, 0.0)
+        if own.suffix in ids:
+            prefixes.append(len(tokenizer.decode(ids[: ids.index(own.suffix)])))
     # The smaller of two uniform cuts of 100 characters.
     assert np.mean(prefixes) == pytest.approx(100 / 3, abs=1.5)
     assert (min(prefixes), max(prefixes) > 90) == (0, True)
+
+
+def test_a_cut_may_be_at_either_end(tokenizer):
+    own = fim_tokens(tokenizer)
+    found = set()
+    for character in map(chr, range(ord("!"), ord("~"))):
+        ids = encode_rearranged(tokenizer, own, character, 1.0, 0.0)
+        places = [ids.index(token) for token in own]
+        found.add(tuple(place + 1 == stop for place, stop in zip(places, [*places[1:], len(ids) - 1], strict=True)))
+    assert found == {(False, True, True), (True, False, True), (True, True, False)}
+
+
+@pytest.mark.parametrize(("rate", "share"), [(None, 0.5), (0.0, 0.0), (1.0, 1.0)])
+def test_half_have_the_suffix_first_unless_another_share_is_asked_for(folder, tmp_path, tokenizer, rate, share):
+    words = [str(folder / "text.jsonl"), "--output", str(tmp_path / "out"), "--tokenizer", str(folder / "t.model")]
+    words += ["--validation-fraction", "0", "--fim-rate", "1", "--processes", "1"]
+    assert prepare_data([*words, *([] if rate is None else ["--fim-spm-rate", str(rate)])]) == 0
+    found = [read_back(tokenizer, ids)[2] for ids in documents_in(TokenFolder(tmp_path / "out" / "train", VOCAB_SIZE))]
+    assert np.mean(found) == pytest.approx(share, abs=0.1)  # an empty prefix reads alike
+
+
+def test_the_least_vocabulary_includes_the_tokens(folder, tmp_path, capsys):
+    words = ["--output", str(tmp_path / "t.model"), "--vocab-size", "260", "--fim"]
+    assert train_tokenizer([str(folder / "text.jsonl"), *words]) == 1
+    assert "another vocabulary size (at least 262 plus the characters" in capsys.readouterr().err
 
 
 def test_a_gap_is_asked_for_as_it_was_read(tokenizer):

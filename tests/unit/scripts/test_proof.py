@@ -332,17 +332,20 @@ def test_sums_that_are_equal_in_the_first_step_by_luck_may_differ_in_the_next(co
 def test_a_gradient_that_is_zero_but_for_round_off_has_no_size():
     """A bias of keys has such a gradient, which other sums change by its whole size."""
 
-    def step(of_keys: float) -> Step:
-        norms = np.array([1.0, of_keys], dtype=np.float32)
+    def step(of_keys: float, size: float) -> Step:
+        norms = np.array([1.0, of_keys], dtype=np.float32) * np.float32(size)
         return Step(1, 5.0, 1.0, np.zeros(2, np.uint32), norms, norms / 2, np.zeros(1, np.uint32))
 
-    def wrong(was: float, now: float) -> list[str]:
+    def wrong(was: float, now: float, size: float = 1.0) -> list[str]:
         parameters = [("weight", 4), ("k.bias", 4)]
-        found = gaps(step(was), step(now), parameters, bound_of(1, "float32"), "float32")
+        found = gaps(step(was, size), step(now, size), parameters, bound_of(1, "float32"), "float32")
         return [gap.what for gap in found if gap.value > gap.bound]
 
     assert wrong(2e-11, 3e-11) == []
+    assert wrong(2e-11, 3e-11, size=1e6) == []
     assert wrong(2e-11, 2e-4) == ["k.bias", "k.bias"]
+    assert wrong(2e-4, 2e-11) == ["k.bias", "k.bias"]
+    assert wrong(2e-4, 3e-4, size=1e-6) == ["k.bias", "k.bias"]
     assert wrong(2e-4, 3e-4) == ["k.bias", "k.bias"]
     assert "k.bias" in wrong(2e-11, math.nan)
 
