@@ -82,6 +82,18 @@ def test_an_average_takes_the_bytes_of_its_type(dtype, last, n_bytes):
     assert checkpoint_bytes(settings) - checkpoint_bytes(config()) == n_bytes * elements + 8 * max(1, last)
 
 
+@pytest.mark.parametrize(("micro_batch_size", "is_wider"), [(1, True), (4, False)])
+def test_gradients_that_are_added_take_the_type_that_they_are_added_in(micro_batch_size, is_wider):
+    """A step's only micro-batch has nothing to be added to, and a group's gradients are converted one by one."""
+
+    def peak(dtype: str) -> int:
+        training = {"dtype": "bfloat16", "reduce_dtype": dtype, "micro_batch_size": micro_batch_size}
+        return estimate_memory(config(training=training), ONE, "cpu").peak.total
+
+    elements = sum(parameter.numel() for parameter in build_model(config().model).parameters())
+    assert (peak("float32") - peak("bfloat16") >= 2 * elements) == is_wider
+
+
 def test_what_is_always_frozen_has_neither_gradients_nor_state():
     groups = [{"pattern": "layers.[02].*", "freeze": True}, {"pattern": "embed*", "freeze_until_step": 5}]
     settings = config(optimizer={"groups": groups})
