@@ -8,6 +8,7 @@ from torch import nn
 
 from configs.errors import ConfigError
 from configs.schema import HfModel
+from configs.untrusted import shortened
 
 _RATES = re.compile("drop|jitter")
 _ROUTER_LOSSES = ("output_router_logits",)
@@ -36,7 +37,7 @@ def built(config: HfModel) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # whatever the family's code makes of a wrong config
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 1000)
         raise ConfigError(f"transformers cannot build this {kind} (model.hf, model.hf_overrides): {reason}") from None
 
 
