@@ -92,6 +92,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     """ 'for i in range(99): print("{\\"prompt\\": \\"%d?\\", \\"completion\\": \\" %d.\\"}" % (i, i))' > pairs.jsonl"""
     " && keel prepare pairs.jsonl --output runs/data/pairs --tokenizer runs/data/python_stdlib_4096.model"
     ' --prompt-key prompt --text-key completion | grep "give loss"',
+    "python scripts/train_tokenizer.py my_code/ --output runs/data/code.model --vocab-size 32000 --fim": "mkdir my_code"
+    f" && cp {os.path.dirname(os.__file__)}/a*.py my_code/ && python scripts/train_tokenizer.py my_code/"
+    " --output runs/data/code.model --vocab-size 1000 --fim",
     "keel fork runs/base --at 300 --optimizer.lr 1e-4 --output runs/base-slow": "keel fork runs/debug --at 300"
     " --optimizer.lr 1e-4 --output runs/base-slow",
     "keel fork runs/base --at 300 --without web": "keel fork --help | grep -qe --without",
