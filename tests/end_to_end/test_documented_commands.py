@@ -318,6 +318,8 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
     'activation_checkpoint.memory_limit_gib = "device" chooses mode = "selective", layers = "0-8": about 71.8 GiB of'
     " 72.0 GiB": "what a launch prints",
+    "BOS <fim_prefix> def area(w, h): <fim_suffix> return size <fim_middle> size = w * h EOS      prefix first"
+    " (PSM)": "two documents",
     "def main(self):": "a sampled text",
     "what ranks wait for": "what keel plan --prove prints",
     "plan   a step 1.3 s instead of 1.2 s (+9.2%), the largest difference": "the end of a closing table",
