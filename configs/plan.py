@@ -175,7 +175,8 @@ class Attention(Protocol):
 
     attend: Callable[[Any, Any, Any, Any], Any]
     """(q, k, v, mask) -> output, all but the mask (batch, heads, seq, head_dim): the only place that reads other
-    tokens. Replaced by: context parallelism, a backend of attention, the cache of sampling."""
+    tokens. Replaced by: context parallelism, a backend of attention, the cache of sampling. Context parallelism's also
+    takes `window` and `sinks` (models/documents.py)."""
     # Context parallelism by "gather" adds `whole_sequence`: keys or values (batch, heads, part of seq, head_dim) ->
     # (batch, heads, seq, head_dim), for modules that compute more than `attend` does. To the model it adds `places`:
     # (number of tokens of a part, device) -> where these are in whole sequences, (1, tokens), and the length of those.

@@ -1,4 +1,4 @@
-"""Attention within documents, or to the last tokens only, without a mask of (seq x seq) pairs.
+"""Attention within documents, to the last tokens only, or with sinks, without a mask of (seq x seq) pairs.
 
 Documents are contiguous parts of a sequence, so attention within them is causal attention over several short sequences
 instead of one long one. FlashAttention's kernels take such sequences packed, with the indices at which they end; on a
@@ -10,6 +10,10 @@ The number and length of documents differ from batch to batch. A GPU kernel need
 computes them, because it has the batch before the GPU does (`Documents.find`). Both are rounded up to powers of two,
 and reach compiled blocks as a tensor's size and as a tensor: Python numbers would recompile a block for each value,
 which is why torch's own `torch.nn.attention.varlen`, which takes the bounds as Python numbers, is not used here.
+
+A sink is one more score of each head, which takes part in the softmax but has no value (Xiao et al. 2023; GPT-OSS). It
+only scales what the kernels compute without it, and their backward passes are right with the output and logsumexp that
+include it.
 """
 
 import itertools
@@ -87,7 +91,9 @@ def has_kernel(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     return device_type == "cpu" or (is_half and head_dim % 8 == 0 and head_dim <= 256)
 
 
-def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments, window: int = 0) -> Tensor:
+def attend_within(
+    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention within each document.
 
     Args:
@@ -95,26 +101,52 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments,
         k, v: same shape, with as many heads or fewer (grouped queries).
         documents: the batch's documents.
         window: the number of last tokens that a token sees, itself among them; 0: all.
+        sinks: (heads,): scores besides those of keys; None: there are none.
     """
-    return attend_to_parts(q, k, v, documents.ends, documents.ends, documents.longest, window)
+    return attend_to_parts(q, k, v, documents.ends, documents.ends, documents.longest, window, sinks)
 
 
-def attend_near(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Tensor | None, window: int) -> Tensor:
-    """Causal attention to the last `window` tokens, itself among them; arguments otherwise as in a model's `attend`."""
+def attend_near(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: NumberedDocuments | Tensor | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention; `window` and `sinks` as for `attend_within`, other arguments as in a model's `attend`."""
     seq_len = q.shape[2]
     if isinstance(mask, NumberedDocuments):
-        return attend_within(q, k, v, mask, window)
+        return attend_within(q, k, v, mask, window, sinks)
     if mask is None and has_kernel(q.device.type, q.dtype, q.shape[-1]):
         ends = torch.arange(0, (q.shape[0] + 1) * seq_len, seq_len, dtype=torch.int32, device=q.device)
         longest = torch.full((), seq_len, device="cpu")
-        return attend_to_parts(q, k, v, ends, ends, longest, window)
-    near = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        return attend_to_parts(q, k, v, ends, ends, longest, window, sinks)
+    near = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).tril().triu(1 - (window or seq_len))
     pairs = near if mask is None else mask & near
+    if sinks is not None:
+        q, k, v, pairs = _with_sinks_as_keys(q, k, v, pairs, sinks)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _with_sinks_as_keys(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    """A further key and value of zeros, and a mask for all pairs that is added to scores and has the sinks."""
+    shape = (len(q), q.shape[1], q.shape[2])
+    added = torch.zeros_like(pairs, dtype=q.dtype).masked_fill(~pairs, -torch.inf).expand(*shape, -1)
+    column = sinks.to(q.dtype)[:, None, None].expand(*shape, 1)
+    k, v = (F.pad(each, (0, 0, 1, 0)) for each in (k, v))
+    return q, k, v, torch.cat((column, added), -1)
+
+
 def attend_to_parts(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: Tensor, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    longest: Tensor,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of documents' queries to their own keys, which may begin before the queries; both end together.
 
@@ -123,15 +155,22 @@ def attend_to_parts(
         k, v: (batch, heads or fewer, keys, head_dim).
         ends, key_ends: (slots + 1,), int32: where each document's queries and keys end, as `NumberedDocuments.ends`.
         longest: upper bound on the keys of a document; a scalar in CPU memory.
-        window: as for `attend_within`.
+        window, sinks: as for `attend_within`.
     """
-    return _document_attention(q, k, v, ends, key_ends, longest, window)[0]
+    return _document_attention(q, k, v, ends, key_ends, longest, window, sinks)[0]
 
 
 # The name lets a pattern for attention ops (`save_ops`) match this one as well.
 @torch.library.custom_op("keel::_scaled_dot_product_document_attention", mutates_args=())
 def _document_attention(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: Tensor, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    longest: Tensor,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped like q, and its logsumexp (heads, batch * queries)."""
     packed = _pack(q), _pack(k), _pack(v)
@@ -140,6 +179,10 @@ def _document_attention(
         out, logsumexp, *_ = aten._flash_attention_forward(*packed, *bounds, 0.0, True, False, **_sides(window))
     else:
         out, logsumexp = _one_by_one(*packed, ends, key_ends, window)
+    if sinks is not None:
+        total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+        out = (out * (logsumexp - total).exp().T[..., None]).to(q.dtype)
+        logsumexp = total
     return _unpack(out, q), logsumexp
 
 
@@ -181,15 +224,31 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ends, key_ends, longest, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, ends, key_ends, longest)
+    q, k, v, ends, key_ends, longest, ctx.window, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, ends, key_ends, longest, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    return *_document_attention_backward(grad, *ctx.saved_tensors, ctx.window), None, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    _, _, _, out, logsumexp, *_ = saved
+    of_keys = _document_attention_backward(grad, *saved, ctx.window)
+    by_sinks = None if sinks is None else gradient_of_sinks(grad, out, logsumexp, sinks)
+    return *of_keys, None, None, None, None, by_sinks
 
 
 _document_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def gradient_of_sinks(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of (heads,) sinks.
+
+    Args:
+        grad, out: (batch, heads, seq, head_dim): the output and its gradient.
+        logsumexp: (heads, batch * seq), with the sinks.
+    """
+    delta = (grad.to(logsumexp.dtype) * out).sum(-1).transpose(0, 1).flatten(1)
+    shares = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
+    return -(shares * delta).sum(1).to(sinks.dtype)
 
 
 def _sides(window: int) -> dict[str, int]:

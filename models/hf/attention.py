@@ -3,14 +3,15 @@
 transformers looks up attention, and the mask of each kind of layer, by a name in the family's config. A family that
 would compute with torch's `scaled_dot_product_attention` gets Keel's name (`register`). What is computed then:
 
-* Without documents and without context parallelism, exactly what transformers computes under the name "sdpa".
-* With documents, layers of plain causal attention get the documents in place of a mask, and `attend` keeps them apart
-  by Keel's kernel. Other layers (sliding windows, chunks) get a mask of all pairs, which has the family's own pattern
-  inside each document.
-* With context parallelism, `attend` is the function that it has put in place. Layers with another mask than a plain
-  causal one take the keys and values of whole sequences (`whole_sequence`) and a mask for their own queries.
+* Without documents, context parallelism and sinks, exactly what transformers computes under the name "sdpa".
+* With documents, layers of plain causal attention, and with sliding windows, get the documents in place of a mask, and
+  `attend` keeps them apart by Keel's kernel. Other layers (chunks) get a mask of all pairs, which has the family's own
+  pattern inside each document.
+* With context parallelism, `attend` is the function that it has put in place. Layers whose mask is neither plain causal
+  nor a window take the keys and values of whole sequences (`whole_sequence`) and a mask for their own queries.
+* With attention sinks, which torch's function does not have, `attend` takes them.
 
-Families that compute with their own "eager" function, such as those with attention sinks, get a mask of all pairs, too.
+Families that compute with their own "eager" function, such as those with softcapping, get a mask of all pairs, too.
 With context parallelism that function gets the keys and values of whole sequences. It takes fewer queries than keys, as
 it does when transformers generates text with a cache.
 
@@ -34,27 +35,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from models.attention import attend as attend_natively
 from models.attention import document_mask
-from models.documents import Documents, NumberedDocuments, has_kernel
+from models.documents import Documents, NumberedDocuments, attend_near, has_kernel
 
 NAME = "keel"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+NAME_WITH_SINKS = "keel_with_sinks"
+_UNSUPPORTED = ("softcap", "position_bias")
 """What families hand to attention besides queries, keys and values, and `attend` does not compute."""
 
 
 class Window(NamedTuple):
-    """A mask that `attend` makes itself, since it sees longer sequences than the family does."""
+    """What layers with a sliding window get in place of a mask."""
 
     size: int
     """Tokens that a token sees, itself included."""
-    numbers: Tensor | None
-    """(batch, seq): the documents' numbers; None: there are no documents."""
-
-    def pairs(self, q: Tensor) -> Tensor:
-        """The mask for queries (batch, heads, seq, head_dim): (1 or batch, 1, seq, seq), true for allowed pairs."""
-        places = torch.arange(q.shape[2], device=q.device)
-        distances = places[:, None] - places
-        seen = ((distances >= 0) & (distances < self.size))[None, None]
-        return seen if self.numbers is None else seen & document_mask(self.numbers)
+    documents: NumberedDocuments | None
 
 
 @dataclass
@@ -65,8 +59,6 @@ class Seen:
     """Those that called it, in order."""
     kv_heads: int = 0
     """The fewest heads of keys and values that a module has."""
-    windows: set[int] = field(default_factory=set)
-    """Tokens to which layers with sliding windows limit their attention."""
     patterns: set[int] = field(default_factory=set)
     """Tokens up to which layers with other masks are plain causal; 0: with none."""
     is_own: bool = False
@@ -88,8 +80,8 @@ class _Pass:
     documents: Documents | None = None
     mask: Any = None
     """What layers of plain causal attention get."""
-    splits_heads: bool = False
-    """Whether context parallelism gives attention whole sequences for some of the heads."""
+    has_parts: bool = False
+    """Whether context parallelism has replaced attention, so that the model computes on parts of sequences."""
     places: Tensor | None = None
     """(rows, tokens of a part): where the tokens are in whole sequences; rows of a sequence follow each other, and one
     row is for all. None: sequences are whole, or no layer may see more than its `attend` does."""
@@ -105,11 +97,18 @@ def register(family: Any) -> None:
     transformers.AttentionMaskInterface.register("eager", partial(_mask, build=masking_utils.eager_mask))
     # Recomputed layers look attention up in the backward pass, so this can't end with a forward pass.
     transformers.AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign,assignment]
-    if family.config._attn_implementation != "sdpa" or not family._supports_attention_backend:
+    is_torchs = family.config._attn_implementation == "sdpa"
+    if not family._supports_attention_backend or not (is_torchs or _has_sinks(family)):
         return
-    transformers.AttentionInterface.register(NAME, _attention)
-    transformers.AttentionMaskInterface.register(NAME, _mask)
-    family.set_attn_implementation(NAME)
+    name = NAME if is_torchs else NAME_WITH_SINKS
+    transformers.AttentionInterface.register(name, _attention)
+    transformers.AttentionMaskInterface.register(name, partial(_mask, by_keel=True, with_sinks=not is_torchs))
+    family.set_attn_implementation(name)
+
+
+def _has_sinks(family: Any) -> bool:
+    """Whether a family's attention is torch's but for sinks: flex attention in transformers computes it, too."""
+    return family._supports_flex_attn and any(hasattr(module, "sinks") for module in family.modules())
 
 
 _chosen = transformers.AttentionInterface.get_interface
@@ -125,7 +124,7 @@ def _get_interface(interface: Any, name: str, default: Callable) -> Callable:
 def reading(
     documents: Documents | None = None,
     mask: Any = None,
-    splits_heads: bool = False,
+    has_parts: bool = False,
     places: Tensor | None = None,
     length: int = 0,
 ) -> Iterator[None]:
@@ -134,14 +133,13 @@ def reading(
     Args:
         documents: those of the batch; None: there are none.
         mask: what layers of plain causal attention get in place of a mask.
-        splits_heads: whether attention is replaced by a function that sees whole sequences.
-        places, length: see `_Pass`.
+        has_parts, places, length: see `_Pass`.
     """
     asked = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _no_packed_sequences
     _NOW.documents = documents
     _NOW.mask = mask
-    _NOW.splits_heads = splits_heads
+    _NOW.has_parts = has_parts
     _NOW.places = places
     _NOW.length = length
     try:
@@ -149,7 +147,7 @@ def reading(
     finally:
         _NOW.documents = None
         _NOW.mask = None
-        _NOW.splits_heads = False
+        _NOW.has_parts = False
         _NOW.places = None
         _NOW.length = 0
         masking_utils.find_packed_sequence_indices = asked
@@ -169,12 +167,23 @@ def watching() -> Iterator[Seen]:
         _NOW.seen = None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Window | Tensor | None) -> Tensor:
-    """Scaled dot-product attention, as in `models/attention.py`, for all dtypes and widths of heads."""
-    if isinstance(mask, Window):
-        mask = mask.pairs(q)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: NumberedDocuments | Tensor | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, as in `models/attention.py`, for all dtypes and widths of heads.
+
+    Args:
+        window, sinks: as for `attend_within` of models/documents.py.
+    """
     if isinstance(mask, NumberedDocuments) and not has_kernel(q.device.type, q.dtype, q.shape[-1]):
         mask = document_mask(mask.numbers)
+    if 0 < window < q.shape[2] or sinks is not None:
+        return attend_near(q, k, v, mask, window, sinks)
     return attend_natively(q, k, v, mask)
 
 
@@ -185,9 +194,12 @@ def _attention(
     if _NOW.seen:
         _NOW.seen.note(module, key)
     by = getattr(module, "attend", attend)
-    if by is attend and not isinstance(attention_mask, (NumberedDocuments, Window)):
+    has_sinks = options.get("s_aux") is not None
+    if by is attend and not has_sinks and not isinstance(attention_mask, (NumberedDocuments, Window)):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if isinstance(attention_mask, Tensor):
+    if isinstance(attention_mask, Tensor) and by is not attend:
+        if has_sinks:
+            raise ValueError("has layers with attention sinks whose mask is neither plain causal nor a window")
         whole = _whole_sequences(module)
         return sdpa_attention_forward(module, query, whole(key), whole(value), attention_mask, **options)
     return _by_attend(by, module, query, key, value, attention_mask, **options), None
@@ -222,9 +234,10 @@ def _by_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: NumberedDocuments | Window | None,
+    mask: NumberedDocuments | Window | Tensor | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention by an `attend`, whose scale is that of the width of its heads, and whose heads have one width."""
@@ -236,7 +249,11 @@ def _by_attend(
     width = q.shape[-1]
     if scaling is not None and not math.isclose(scaling, width**-0.5, rel_tol=1e-12):
         q = q * (scaling * width**0.5)
-    out = by(q, k, F.pad(v, (0, width - v.shape[-1])), mask)[..., : v.shape[-1]]
+    more: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    if isinstance(mask, Window):
+        more["window"] = mask.size
+        mask = mask.documents
+    out = by(q, k, F.pad(v, (0, width - v.shape[-1])), mask, **more)[..., : v.shape[-1]]
     return out.transpose(1, 2).contiguous()
 
 
@@ -245,24 +262,31 @@ def _mask(
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     build: Callable = masking_utils.sdpa_mask,
+    by_keel: bool = False,
+    with_sinks: bool = False,
     **options: Any,
 ) -> Any:
-    """What transformers calls for the mask of a kind of layers; other options as in `masking_utils.sdpa_mask`."""
+    """What transformers calls for the mask of a kind of layers; other options as in `masking_utils.sdpa_mask`.
+
+    Args:
+        by_keel: whether attention is `_attention`, and not the family's own.
+        with_sinks: whether the family has sinks.
+    """
     window = local_size if allow_is_causal_skip and _slides(options["config"], local_size) else None
-    if _NOW.seen and (local_size or not allow_is_causal_skip):
-        (_NOW.seen.windows if window else _NOW.seen.patterns).add(local_size or 0)
-    if _NOW.splits_heads and window:
-        return Window(window, None if _NOW.mask is None else _NOW.mask.numbers)
+    if _NOW.seen and not window and (local_size or not allow_is_causal_skip):
+        _NOW.seen.patterns.add(local_size or 0)
+    if window and by_keel and (with_sinks or _NOW.has_parts or _NOW.documents is not None):
+        return Window(window, _NOW.mask)
     if _NOW.documents is not None:
         ids = _NOW.documents.ids
         is_plain = allow_is_causal_skip and (local_size is None or local_size >= ids.shape[1])
-        if is_plain and build is masking_utils.sdpa_mask:
+        if is_plain and by_keel:
             return _NOW.mask
         mask_function = _inside(ids, mask_function)
         allow_is_causal_skip = False
     if _NOW.places is not None:
         is_plain = allow_is_causal_skip and (local_size is None or local_size >= _NOW.length)
-        if is_plain and build is masking_utils.sdpa_mask:
+        if is_plain and by_keel:
             return None
         mask_function = _of_parts(_NOW.places, mask_function)
         allow_is_causal_skip = False

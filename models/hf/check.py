@@ -31,8 +31,8 @@ Split = Literal["none", "gather", "ring", "all_to_all"]
 _N_PARTS = 2
 _MOST_PARAMETERS = 1 << 25
 """The most parameters of a small model, which each rank holds in memory for a moment: 256 MB."""
+_LIMIT = "attention_chunk_size"
 _LONG = 64
-_LIMITS = ("sliding_window", "attention_chunk_size")
 
 
 def require_attention(config: Config) -> None:
@@ -69,12 +69,6 @@ def _why_not_split(config: Config, model: HfModel) -> str:
         return f"layers of {kind} compute attention by a function of their own{offer}"
     if any(size < seq_len for size in found.patterns):
         return f"layers of {kind} have a mask that is neither plain causal nor a sliding window{offer}"
-    windows = [size for size in found.windows if size < seq_len]
-    if windows and not by_heads:
-        return (
-            f'layers of {kind} have a sliding window of {windows[0]} tokens; context.method "all_to_all" or "gather" '
-            "offers that"
-        )
     parts = config.mesh.cp * config.mesh.tp
     if by_heads and found.kv_heads % parts:
         return f'"all_to_all" splits the {found.kv_heads} heads of keys and values of {kind} over {parts} ranks'
@@ -141,7 +135,7 @@ def _difference(model: HfModel, documents: bool, split: Split) -> tuple[float, s
     Args:
         model: the job's.
         documents: whether documents are packed.
-        split: how sequences are; with "ring" no window is shorter.
+        split: how sequences are; with "ring" no chunk is shorter.
 
     Returns:
         The largest difference, and how it fails; "" if it does not.
@@ -171,8 +165,8 @@ def _small_family(model: HfModel, split: Split) -> Any:
     """A small model of plain transformers in float64, in which every weight and bias matters."""
     # By default transformers computes experts with grouped products, which a CPU does not have in float64.
     fields = json.loads(small(model, _N_PARTS)["hf_config"]) | {"experts_implementation": "batched_mm"}
-    if split == "ring":
-        fields |= {name: _LONG for name in _LIMITS if isinstance(fields.get(name), int)}
+    if split == "ring" and isinstance(fields.get(_LIMIT), int):
+        fields[_LIMIT] = _LONG
     config = HfModel.model_validate({"architecture": "hf", "hf_config": json.dumps(fields)})
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in built(config).parameters())
@@ -216,7 +210,7 @@ def _as_asked(family: Any, tokens: Tensor, documents: bool, split: Split) -> Ten
     if split == "gather":  # the parts are rows, each of which has its own mask
         places = torch.arange(tokens.shape[1]).view(_N_PARTS, -1)
         packed = None if packed is None else Documents.find(packed.ids.repeat_interleave(_N_PARTS, 0))
-    with reading(packed, mask, split == "all_to_all", places, tokens.shape[1]):
+    with reading(packed, mask, split != "none", places, tokens.shape[1]):
         if split == "none":
             return _logits(family, input_ids=tokens, position_ids=positions)
         parts = (len(tokens) * _N_PARTS, -1)
@@ -244,9 +238,9 @@ def _whole_sequence(parts: Tensor) -> Tensor:
 
 
 def _attend_whole(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def on_parts(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def on_parts(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
         whole = (each.unflatten(0, (-1, _N_PARTS)).transpose(1, 2).flatten(2, 3) for each in (q, k, v))
-        return attend(*whole, mask).unflatten(2, (_N_PARTS, -1)).transpose(1, 2).flatten(0, 1)
+        return attend(*whole, mask, **more).unflatten(2, (_N_PARTS, -1)).transpose(1, 2).flatten(0, 1)
 
     return on_parts
 

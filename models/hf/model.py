@@ -124,7 +124,7 @@ class HfCausalLm(nn.Module):
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         places, length = self.places(tokens.shape[1], tokens.device) if self.places else (None, 0)
         try:
-            with reading(documents, mask, has_parts and self.mask is _numbered, places, length):
+            with reading(documents, mask, has_parts, places, length):
                 output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
@@ -295,7 +295,6 @@ def cuts_of(config: HfModel) -> Cuts:
         attention=attention,
         kv_heads=seen.kv_heads,
         has_own_attention=seen.is_own,
-        windows=frozenset(seen.windows),
         patterns=frozenset(seen.patterns),
     )
     if found.random:

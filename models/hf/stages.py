@@ -56,13 +56,11 @@ class Cuts:
     outputs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     """What the modules of `before` return for tokens of the shape `_PROBE`."""
     attention: tuple[str, ...] = ()
-    """Modules that compute with Keel's attention (`models/hf_attention.py`)."""
+    """Modules that compute with Keel's attention (`models/hf/attention.py`)."""
     kv_heads: int = 0
     """The fewest heads of keys and values that one of these has."""
     has_own_attention: bool = False
     """Whether one of these computes attention by a function of the family."""
-    windows: frozenset[int] = frozenset()
-    """Tokens to which layers with sliding windows limit their attention."""
     patterns: frozenset[int] = frozenset()
     """Tokens up to which layers with other masks are plain causal; 0: with none."""
 

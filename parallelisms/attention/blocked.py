@@ -113,6 +113,18 @@ def merge_(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: T
     logsumexp.copy_(total)
 
 
+def gradient_of_sinks(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks, scores of each head besides those of keys, which have no value.
+
+    Args:
+        grad, out, logsumexp: as for `attend_backward`, with the sinks.
+        sinks: (heads,).
+    """
+    delta = (grad.to(logsumexp.dtype) * out).sum(-1)
+    shares = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
+    return -(shares * delta).sum((0, 2)).to(sinks.dtype)
+
+
 # --------------------------------------------------------------------------- PyTorch's kernels
 
 

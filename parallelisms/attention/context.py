@@ -12,9 +12,10 @@ when to use which):
 The first two leave the queries in place. A causal query sees only the past, so contiguous parts would give the first
 rank the least work. Instead, rank r of n takes chunks r and 2n - 1 - r of 2n (zigzag), and all ranks see equally many
 keys. For backward, each rank saves only its own keys and values and fetches the others' again. With either method,
-layers with a window fetch the nearest keys and values alone, and keep them (`halo.py`).
+layers with a window fetch the nearest keys and values alone, and keep them (`halo.py`). Each method takes attention
+sinks, too (models/documents.py says what they are).
 
-With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
+With gather, a module may also compute its own attention of a rank's queries, with any mask, from the keys and
 values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
 
 Layers whose state passes from token to token pass states on, or exchange heads (`recurrent.py`).
@@ -41,6 +42,7 @@ from parallelisms.attention.blocked import (
     attend,
     attend_backward,
     flash_takes,
+    gradient_of_sinks,
     merge_,
 )
 from parallelisms.attention.halo import chunks_of, spans_of, with_halo
@@ -120,9 +122,11 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
     """
     group = mesh.get_group().group_name
     attention: list[Any] = list(attention_of(model))
+    # Not the group's own object, which a compiler can't trace.
+    place = (mesh.get_local_rank(), mesh.size())
     if method == "all_to_all":
         for module in attention:
-            module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
+            module.attend = partial(_attend_some_heads, attend=module.attend, group=group, place=place)
         for state in recurrent_of(model):
             state.mix = with_some_heads(state.mix, mesh, partial(_exchange, group=group))
         return
@@ -132,13 +136,8 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
     if method == "gather":
         model.places = partial(_places, mesh)  # type: ignore[assignment]
     for module in attention:
-        window = getattr(module, "window", None)
-        if window is None:
-            module.attend = partial(_attend_part, group=group, method=method, kernel=kernel)
-        else:
-            # Not the group's own object, which a compiler can't trace.
-            place = (mesh.get_local_rank(), mesh.size())
-            module.attend = partial(_attend_near_part, group=group, place=place, window=window)
+        window = getattr(module, "window", None) or 0
+        module.attend = partial(_attend_part, group=group, place=place, method=method, kernel=kernel, window=window)
         if method == "gather":
             module.whole_sequence = partial(_whole_sequence, group=group)
 
@@ -174,11 +173,28 @@ def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:
 
 
 def _attend_part(
-    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, method: Method, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: NumberedDocuments | None,
+    group: str,
+    place: tuple[int, int],
+    method: Method,
+    kernel: str,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries to the whole sequence; shapes as in the model's `attend`."""
+    """Causal attention of this rank's queries to the whole sequence; shapes as in the model's `attend`.
+
+    Args:
+        place: this rank, of how many.
+        window: the number of last tokens that a token sees, itself among them; 0: all.
+        sinks: (heads,): scores besides those of keys; None: there are none.
+    """
+    if 0 < window < q.shape[2] * place[1]:
+        return _attend_near_part(q, k, v, documents, group, place, window, sinks)
     known = (None, None, None) if documents is None else (documents.numbers, documents.ends, documents.longest)
-    return _context_attention(q, k, v, *known, group, method, kernel)[0]
+    return _context_attention(q, k, v, *known, group, method, kernel, sinks)[0]
 
 
 # The name lets a model's pattern for attention ops (`save_ops`) match this one as well.
@@ -193,6 +209,7 @@ def _context_attention(
     group: str,
     method: str,
     kernel: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped like q, and its logsumexp (batch, heads, seq / cp)."""
     ranks = _Ranks(q, numbers, ends, longest, group)
@@ -204,6 +221,8 @@ def _context_attention(
         documents_seen = ranks.documents(source, rows, keys)
         block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, False, kernel)
         merge_(out[:, :, rows], logsumexp[:, :, rows], *block)
+    if sinks is not None:  # one more key of all queries, whose value is 0
+        merge_(out, logsumexp, out.new_zeros(()), sinks.to(logsumexp.dtype)[:, None])
     # In the memory layout of the following projection, so that one saved tensor serves both.
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return out, logsumexp.contiguous()
@@ -265,13 +284,16 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *documents, ctx.group, ctx.method, ctx.kernel = inputs
-    ctx.save_for_backward(q, k, v, *output, *documents)
+    q, k, v, *documents, ctx.group, ctx.method, ctx.kernel, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, *documents, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _context_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.method, ctx.kernel)
-    return *gradients, None, None, None, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    _, _, _, out, logsumexp, *_ = saved
+    gradients = _context_attention_backward(grad.contiguous(), *saved, ctx.group, ctx.method, ctx.kernel)
+    by_sinks = None if sinks is None else gradient_of_sinks(grad, out, logsumexp, sinks)
+    return *gradients, None, None, None, None, None, None, by_sinks
 
 
 _context_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -447,11 +469,12 @@ def _attend_near_part(
     group: str,
     place: tuple[int, int],
     window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of this rank's queries to the last `window` tokens of the whole sequence; shapes as in `_attend_part`.
+    """`_attend_part` with a window shorter than the whole sequence.
 
     Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. No others are sent,
-    kept for the backward pass, or multiplied. `place`: this rank, of how many.
+    kept for the backward pass, or multiplied.
     """
     chunk = q.shape[2] // 2
     reach = window - 1
@@ -459,7 +482,7 @@ def _attend_near_part(
     sizes = [begin + chunk - first for begin, first in spans]
     keys, values = with_halo(torch.cat((k, v)), reach, 2, group).chunk(2)
     if not flash_takes(q):
-        return _attend_near_by_masks(q, keys, values, documents, spans, window)
+        return _attend_near_by_masks(q, keys, values, documents, spans, window, sinks)
     # To the op, each chunk is a document of its own, or the documents in it are.
     if documents is None:
         nth = torch.arange(2 * len(q) + 1, dtype=torch.int32, device=q.device)
@@ -469,11 +492,17 @@ def _attend_near_part(
         bounds = _ends_in_chunks(documents.numbers, documents.ends, begins, firsts, chunk)
     longest = torch.full((), max(sizes), device="cpu")
     # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
-    return torch.ops.keel._scaled_dot_product_document_attention(q, keys, values, *bounds, longest, window)[0]
+    return torch.ops.keel._scaled_dot_product_document_attention(q, keys, values, *bounds, longest, window, sinks)[0]
 
 
 def _attend_near_by_masks(
-    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, spans: list[tuple[int, int]], window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: NumberedDocuments | None,
+    spans: list[tuple[int, int]],
+    window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The same with a mask of each chunk's pairs, where no kernel takes the window itself."""
     chunk = q.shape[2] // 2
@@ -487,6 +516,11 @@ def _attend_near_by_masks(
         if documents is not None:
             own = documents.numbers[:, None, begin : begin + chunk, None]
             pairs = pairs & (own == documents.numbers[:, None, None, first : begin + chunk])
+        if sinks is not None:  # one more key of all queries, whose value is 0
+            keys, values = (F.pad(each, (0, 0, 1, 0)) for each in (keys, values))
+            shape = (len(q), q.shape[1], chunk)
+            added = torch.zeros_like(pairs, dtype=q.dtype).masked_fill(~pairs, -torch.inf).expand(*shape, -1)
+            pairs = torch.cat((sinks.to(q.dtype)[:, None, None].expand(*shape, 1), added), -1)
         grouped = q.shape[1] != k.shape[1]
         outputs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=pairs, enable_gqa=grouped))
     return torch.cat(outputs, 2)
@@ -521,11 +555,21 @@ def _(_numbers: Tensor, ends: Tensor, begins: list[int], _firsts: list[int], _ch
 
 
 def _attend_some_heads(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Callable[..., Tensor], group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    attend: Callable[..., Tensor],
+    group: str,
+    place: tuple[int, int],
+    sinks: Tensor | None = None,
+    **window: int,
 ) -> Tensor:
-    """Run the model's `attend` on whole sequences for this rank's share of the heads."""
+    """Run the model's `attend` on whole sequences for this rank's share of the heads; arguments as `_attend_part`."""
     q, k, v = (_exchange(tensor, 1, 2, group) for tensor in (q, k, v))
-    return _exchange(attend(q, k, v, mask), 2, 1, group)
+    rank, n_ranks = place
+    own = {} if sinks is None else {"sinks": sinks.chunk(n_ranks)[rank]}
+    return _exchange(attend(q, k, v, mask, **window, **own), 2, 1, group)
 
 
 @torch.library.custom_op("keel::exchange", mutates_args=())
