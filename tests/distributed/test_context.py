@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from models.documents import Documents
+from models.documents import Documents, attend_near
 from parallelisms.attention import context, halo
-from parallelisms.attention.context import _attend_near_part, _attend_part, _attend_some_heads, part_of, shard_batch
+from parallelisms.attention.context import _attend_part, _attend_some_heads, part_of, shard_batch
 from parallelisms.attention.halo import largest_halo
 from parallelisms.mesh import build_mesh
 from tests.distributed.test_checkpoint import make_manager
@@ -41,8 +41,8 @@ def document_mask(ids):
     return (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
 
 
-def differences(method, dtype, with_documents, window=0):
-    """Largest differences of this rank's output and gradients by q, k and v from one process's."""
+def differences(method, dtype, with_documents, window=0, has_sinks=False):
+    """Largest differences of this rank's output and gradients by q, k, v and sinks from one process's."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads):
@@ -56,23 +56,37 @@ def differences(method, dtype, with_documents, window=0):
         near = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril().triu(1 - window)
         mask = near if mask is None else near & mask
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    expected = plain(*leaves, mask)
-    expected_gradients = torch.autograd.grad(expected, leaves, grad)
+    sinks = [torch.linspace(-2, 3, HEADS, dtype=torch.float64, requires_grad=True)] if has_sinks else []
+    if has_sinks:
+        # Of a mask of all pairs, which a test of its own compares with sinks written out.
+        with patch("models.documents.has_kernel", lambda *_: False):
+            expected = attend_near(*leaves, mask, 0, *sinks)
+    else:
+        expected = plain(*leaves, mask)
+    *expected_gradients, by_sinks = torch.autograd.grad(expected, [*leaves, *sinks], grad) + (() if sinks else (None,))
 
     group = dist.distributed_c10d._get_default_group().group_name
     part = part_of(SEQ_LEN, dist.get_world_size(), dist.get_rank(), method)
     # As a model has them: (batch, seq, heads, head_dim) in memory.
     parts = [t[:, :, part].to(dtype).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
-    if window:
-        place = dist.get_rank(), dist.get_world_size()
-        out = _attend_near_part(*parts, documents, group=group, place=place, window=window)
-    elif method == "all_to_all":
-        out = _attend_some_heads(*parts, mask, attend=plain, group=group)
+    where = {"group": group, "place": (dist.get_rank(), dist.get_world_size())}
+    own = [each.detach().to(dtype).requires_grad_() for each in sinks]
+    more = {"sinks": own[0]} if has_sinks else {}
+    if method == "all_to_all":
+        attend = attend_near if has_sinks else plain
+        more |= {"window": window} if window else {}
+        out = _attend_some_heads(*parts, documents if has_sinks else mask, attend=attend, **where, **more)
     else:
-        out = _attend_part(*parts, documents, group=group, method=method, kernel="auto")
-    gradients = torch.autograd.grad(out, parts, grad[:, :, part].to(dtype))
+        out = _attend_part(*parts, documents, method=method, kernel="auto", window=window, **where, **more)
+    *gradients, part_of_sinks = torch.autograd.grad(out, [*parts, *own], grad[:, :, part].to(dtype)) + (
+        () if sinks else (None,)
+    )
     pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
-    return [(found.double() - whole[:, :, part]).abs().max().item() for found, whole in pairs]
+    found = [(found.double() - whole[:, :, part]).abs().max().item() for found, whole in pairs]
+    if has_sinks:
+        dist.all_reduce(part_of_sinks)
+        found.append((part_of_sinks - by_sinks).abs().max().item())
+    return found
 
 
 @pytest.mark.parametrize("with_documents", [False, True])
@@ -91,6 +105,15 @@ def test_a_window_is_that_of_one_process(ranks, n_ranks, window):
     for with_documents in (False, True):
         for found in ranks(n_ranks, differences, "ring", torch.float64, with_documents, window):
             assert max(found) < 1e-13
+
+
+@pytest.mark.parametrize("window", [0, 5, 19])
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_are_those_of_one_process(ranks, method, window):
+    for with_documents in (False, True):
+        for found in ranks(2, differences, method, torch.float64, with_documents, window, True):
+            assert len(found) == 5
+            assert max(found) < 2e-13
 
 
 def order(method):
@@ -125,9 +148,9 @@ def differences_by_masks(*arguments):
 
 @pytest.mark.parametrize("window", [1, 8, 19])
 def test_a_window_without_a_kernel_is_that_of_one_process(ranks, window):
-    for with_documents in (False, True):
-        for found in ranks(3, differences_by_masks, "ring", torch.float64, with_documents, window):
-            assert max(found) < 1e-13
+    for with_documents, has_sinks in ((False, False), (True, False), (False, True), (True, True)):
+        for found in ranks(3, differences_by_masks, "ring", torch.float64, with_documents, window, has_sinks):
+            assert max(found) < 2e-13
 
 
 def arrived(window):
@@ -244,7 +267,8 @@ def growth(seq_len, method):
     q, k, v = (torch.randn(1, 1, seq_len // n_ranks, 8, requires_grad=True) for _ in range(3))
     documents = Documents.find(torch.arange(seq_len)[None] // 1000).numbered()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _attend_part(q, k, v, documents, group=group, method=method, kernel="auto").sum().backward()
+    where = {"group": group, "place": (dist.get_rank(), n_ranks)}
+    _attend_part(q, k, v, documents, method=method, kernel="auto", **where).sum().backward()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 

@@ -352,10 +352,13 @@ def test_documents_in_a_pipeline_are_transformers(ranks, tmp_path, split):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [(), DOCUMENTS])
-def test_windows_of_whole_sequences_are_transformers(ranks, tmp_path, run):
-    folder = write_config(tmp_path / "gemma3_text", "gemma3_text", sliding_window=5)
-    assert_equal(ranks, 2, folder, (*run, *CP, "all_to_all"), tmp_path, bound=2e-6, of_model=run)
+@pytest.mark.parametrize("run", [(), DOCUMENTS], ids=["whole", "documents"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_windows_and_sinks_in_parts_are_transformers(ranks, tmp_path, family, method, run):
+    folder = write_config(tmp_path / family, family, sliding_window=5)
+    bounds = {} if family == "gpt_oss" else OF_CASTS
+    assert_equal(ranks, 2, folder, (*run, *CP, method), tmp_path, of_model=run, **bounds)
 
 
 GATHER = (*CP, "gather")
@@ -400,15 +403,20 @@ ON_PARTS = {
     "full recomputation": (*GATHER, "--activation_checkpoint.mode", "full"),
     "selective recomputation": (*GATHER, "--activation_checkpoint.mode", "selective"),
     "compiled": (*GATHER, "--compile.enable", "true"),
+    "ring x FSDP 2": (*CP, "ring", *FSDP),
+    "ring x TP 2": (*CP, "ring", *TP),
+    "ring, selective recomputation": (*CP, "ring", "--activation_checkpoint.mode", "selective"),
+    "ring, compiled": (*CP, "ring", "--compile.enable", "true"),
 }
+_LONG = [name for name in ON_PARTS if name.endswith("compiled")]
 
 
 @pytest.mark.parametrize(
-    "technique", marked(ON_PARTS, slow=[name for name in ON_PARTS if name != "compiled"], long=["compiled"])
+    "technique", marked(ON_PARTS, slow=[name for name in ON_PARTS if name not in _LONG], long=_LONG)
 )
 def test_every_technique_on_sinks_and_windows_in_parts_is_transformers(ranks, tmp_path, technique):
     folder = write_config(tmp_path / "gpt_oss", "gpt_oss", sliding_window=5)
-    bound = 2e-5 if technique == "compiled" else BOUND
+    bound = 2e-5 if technique in _LONG else BOUND
     n_ranks = 4 if technique.endswith((" 4", "x FSDP 2", "x TP 2", "x PP 2")) else 2
     assert_equal(ranks, n_ranks, folder, (*DOCUMENTS, *ON_PARTS[technique]), tmp_path, bound=bound, of_model=DOCUMENTS)
 

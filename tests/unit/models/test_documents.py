@@ -100,6 +100,41 @@ def test_queries_of_a_part_of_a_sequence(seed, window, start, n_queries):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+def with_sinks(q, k, v, mask, sinks):
+    """Attention written out: a softmax over the keys that a query sees and its head's sink."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    shares = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).exp()
+    return shares @ v / (shares.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    seq_len=st.integers(1, 33),
+    window=st.integers(0, 40),
+    packs=st.booleans(),
+    has_kernel=st.booleans(),
+)
+def test_sinks_are_one_more_score_of_each_head(seed, kv_heads, group, seq_len, window, packs, has_kernel):
+    q, k, v, grad, ids = draw(seed, kv_heads * group, kv_heads, seq_len, torch.float64)
+    sinks = torch.randn(kv_heads * group, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    mask = near(seq_len, seq_len, window or seq_len) & (document_mask(ids) if packs else torch.tensor(True))
+    known = (Documents.find(ids).numbered() if has_kernel else document_mask(ids)) if packs else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "has_kernel", lambda *_: has_kernel)
+        out = attend_near(*leaves[:3], known, window, leaves[3])
+    gradients = torch.autograd.grad(out, leaves, grad)
+    exact = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    expected = with_sinks(*exact[:3], mask, exact[3])
+    expected_gradients = torch.autograd.grad(expected, exact, grad)
+    for found, right in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
 def test_a_window_costs_no_more_pairs_than_it_has():
     """Pairs that a CPU computes grow with seq x window; without a window they are half of the square."""
     ends = torch.tensor([0, 32_768])
@@ -146,15 +181,16 @@ def test_one_graph_serves_any_number_of_documents():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 5])
-def test_the_op_is_what_it_says(window):
+def test_the_op_is_what_it_says(window, has_sinks):
     """Shapes, types and strides of its fake version, and its gradient's registration, as torch checks them."""
     q, k, v, _, ids = draw(1, 4, 2, 16, torch.float32)
     numbered = Documents.find(ids).numbered()
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    torch.library.opcheck(
-        documents._document_attention, (*leaves, numbered.ends, numbered.ends, numbered.longest, window)
-    )
+    sinks = torch.zeros(4, requires_grad=True) if has_sinks else None
+    given = (*leaves, numbered.ends, numbered.ends, numbered.longest, window, sinks)
+    torch.library.opcheck(documents._document_attention, given)
 
 
 def test_where_there_is_a_kernel():

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from configs.errors import ConfigError
 from configs.load import load
@@ -81,6 +83,24 @@ def test_packed_documents_are_each_document_alone(tmp_path, family, fields, boun
             assert difference < 20 * bound * parameter.grad.norm().clamp(min=1.0), name
 
 
+def test_sinks_need_no_scores_of_all_pairs(tmp_path):
+    """The family's own function holds as many as heads times the square of the length."""
+    ours, _ = both_models(job(tmp_path, "gpt_oss", **SINKS, max_position_embeddings=512).config)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **kwargs or {})
+            largest = max([largest, *(each.numel() for each in tree_leaves(out) if isinstance(each, torch.Tensor))])
+            return out
+
+    n_tokens = 512
+    with Sizes():
+        ours(torch.arange(n_tokens)[None] % VOCABULARY).sum().backward()
+    assert largest < n_tokens**2
+
+
 def test_positions_are_not_asked_for_documents(tmp_path, monkeypatch):
     """The question would make the host wait for the device in each forward pass; and plain runs have no mask."""
     from transformers import masking_utils
@@ -122,16 +142,10 @@ LONG = {
         ("lfm2", CONVOLUTION, CP, "mesh.cp is 2, but lfm2 mixes tokens .* from whole sequences; set cp = 1"),
         ("phi3", LONG, DOCUMENTS, "rotary frequencies of phi3 depend on the largest position .* above 16 positions"),
         (
-            "gpt_oss",
-            SINKS,
-            (*CP, "--context.method", "ring"),
-            'layers of gpt_oss compute attention by a function of their own; context.method "gather" offers that',
-        ),
-        (
-            "gemma3_text",
+            "gemma2",
             {},
             (*CP, "--context.method", "ring"),
-            'sliding window of 8 tokens; context.method "all_to_all" or "gather" offers that',
+            'layers of gemma2 compute attention by a function of their own; context.method "gather" offers that',
         ),
         ("llama4_text", CHUNKS, (*CP, "--context.method", "all_to_all"), 'a sliding window; context.method "gather"'),
         ("bloom", {}, CP, "no layer of bloom computes attention by transformers' attention interface"),
@@ -149,7 +163,10 @@ def test_what_is_refused(tmp_path, family, fields, more, message):
         ("gemma3_text", (*DOCUMENTS, *CP, "--context.method", "all_to_all")),
         ("gpt_oss", DOCUMENTS),
         ("gpt_oss", (*DOCUMENTS, *CP)),
+        ("gpt_oss", (*CP, "--context.method", "ring")),
+        ("gpt_oss", (*DOCUMENTS, *CP, "--context.method", "all_to_all")),
         ("gemma3_text", CP),
+        ("gemma3_text", (*DOCUMENTS, *CP, "--context.method", "ring")),
         ("gemma2", (*DOCUMENTS, *CP)),
     ],
 )
