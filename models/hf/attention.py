@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from configs.schema import HfModel
 from models.attention import attend as attend_natively
 from models.attention import document_mask
 from models.documents import Documents, NumberedDocuments, attend_near, has_kernel
@@ -92,13 +93,19 @@ class _Pass:
 _NOW = _Pass()
 
 
-def register(family: Any) -> None:
-    """Let a family that computes with torch's attention compute with Keel's, and others keep documents apart."""
+def register(family: Any, config: HfModel) -> None:
+    """Let a family that computes with torch's attention compute with Keel's, and others keep documents apart.
+
+    Args:
+        family: the model of transformers.
+        config: what it was built of; with `attn_implementation = "eager"`, attention stays the family's own.
+    """
     transformers.AttentionMaskInterface.register("eager", partial(_mask, build=masking_utils.eager_mask))
     # Recomputed layers look attention up in the backward pass, so this can't end with a forward pass.
     transformers.AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign,assignment]
     is_torchs = family.config._attn_implementation == "sdpa"
-    if not family._supports_attention_backend or not (is_torchs or _has_sinks(family)):
+    has_sinks = _has_sinks(family) and config.fields.get("attn_implementation") != "eager"
+    if not family._supports_attention_backend or not (is_torchs or has_sinks):
         return
     name = NAME if is_torchs else NAME_WITH_SINKS
     transformers.AttentionInterface.register(name, _attention)

@@ -150,7 +150,7 @@ def _difference(model: HfModel, documents: bool, split: Split) -> tuple[float, s
         except Exception as error:  # whatever the family's code makes of it
             return 0.0, f"can't be tried with a small model of it ({_in_words(error)})"
     try:
-        found = _results(family, _as_asked(family, tokens, documents, split), weights)
+        found = _results(family, _as_asked(family, model, tokens, documents, split), weights)
     except Exception as error:
         return 0.0, f"can't compute it ({_in_words(error)})"
     differences = [_relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
@@ -194,11 +194,11 @@ def _plainly(family: Any, tokens: Tensor, documents: bool) -> Tensor:
     return torch.cat(rows)
 
 
-def _as_asked(family: Any, tokens: Tensor, documents: bool, split: Split) -> Tensor:
+def _as_asked(family: Any, model: HfModel, tokens: Tensor, documents: bool, split: Split) -> Tensor:
     """The logits by Keel's attention: of packed documents; with the parts of sequences as rows of the batch."""
     from models.hf.attention import reading, register
 
-    register(family)
+    register(family, model)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     packed = None
     if documents:

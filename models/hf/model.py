@@ -67,7 +67,7 @@ class HfCausalLm(nn.Module):
             self.add_module(name, child)
         from models.hf.attention import register
 
-        register(family)
+        register(family, config)
         self.names = Names(family, config)
         self._experts = compute_experts_in_groups(family, self.names.blocks)
         give_all_a_gradient(family, self.names.blocks, self._experts.names)

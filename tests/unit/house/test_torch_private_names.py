@@ -32,7 +32,7 @@ NAMES = {
         "torch.distributed.checkpoint.utils._create_file_view",
     },
     "models/documents.py": {"torch._dynamo.maybe_mark_dynamic"} | ATTENTION,
-    "models/hf/attention.py": {"*._attn_implementation", "*._supports_attention_backend"},
+    "models/hf/attention.py": {"*._attn_implementation", "*._supports_attention_backend", "*._supports_flex_attn"},
     "models/hf/experts.py": {"*._apply_gate"},
     "models/hf/initial_values.py": {
         *("*._buffers", "*._parameters", "*._version"),

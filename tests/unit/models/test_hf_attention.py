@@ -147,6 +147,12 @@ LONG = {
             (*CP, "--context.method", "ring"),
             'layers of gemma2 compute attention by a function of their own; context.method "gather" offers that',
         ),
+        (
+            "gpt_oss",
+            SINKS | {"attn_implementation": "eager"},
+            (*CP, "--context.method", "ring"),
+            'layers of gpt_oss compute attention by a function of their own; context.method "gather" offers that',
+        ),
         ("llama4_text", CHUNKS, (*CP, "--context.method", "all_to_all"), 'a sliding window; context.method "gather"'),
         ("bloom", {}, CP, "no layer of bloom computes attention by transformers' attention interface"),
     ],
