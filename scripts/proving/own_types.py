@@ -20,7 +20,7 @@ from scripts.parity_compare import difference_of
 from scripts.parity_reference import Trajectory, batches, plain_trajectory
 
 
-class _Casts(TorchDispatchMode):
+class Casts(TorchDispatchMode):
     """Notes the module of each operation that turns float64 into float32."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -45,7 +45,7 @@ def own_float32(config_name: str, overrides: tuple[str, ...]) -> str:
         model = build_model(config.model).to(torch.float64)
     materialize(model, torch.device("cpu"), config.training.seed)
     tracker = ModuleTracker()
-    with tracker, _Casts(tracker) as casts, torch.no_grad():
+    with tracker, Casts(tracker) as casts, torch.no_grad():
         model(next(iter(batches(config, 0, 1)))[0].tokens)
     return casts.modules[0].partition(".")[2] if casts.modules else ""
 
