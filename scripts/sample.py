@@ -98,7 +98,7 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
     distribution = Distribution(options.temperature, options.top_k, options.top_p, n_tokens)
     randomness = generators(options.seed, len(prompts))
     model = CachedModel(trained.model, trained.device)
-    texts = _Texts(trained, prompts, tokens, options.suffix or "")
+    texts = _Texts(trained, prompts, tokens, options.suffix)
     started = time.perf_counter()
     for first in range(0, len(prompts), options.batch_size):
         batch = slice(first, first + options.batch_size)
@@ -126,17 +126,18 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
 class _Texts:
     """Prints texts in the order of their prompts, each as it grows: the first unfinished one; later ones wait."""
 
-    def __init__(self, trained: "Trained", prompts: list[str], tokens: list[list[int]], suffix: str) -> None:
+    def __init__(self, trained: "Trained", prompts: list[str], tokens: list[list[int]], suffix: str | None) -> None:
         from scripts.sampling.text import TextStream
 
+        is_gap = suffix is not None  # what fills it was encoded as a text of its own, so it is decoded as one
         self.tokens = [list(each) for each in tokens]
         """Tokens of each text, the prompt's included."""
         self.n_new = 0
-        self._streams = [TextStream(trained.tokenizer, each) for each in tokens]
+        self._streams = [TextStream(trained.tokenizer, [] if is_gap else each) for each in tokens]
         self._waiting = list(prompts)
         """The part of each text that was not printed yet."""
         self._ended = [False] * len(prompts)
-        self._suffix = suffix
+        self._suffix = suffix or ""
         self._current = 0
         self._eos_id = trained.tokenizer.eos_id
         self._is_terminal = sys.stdout.isatty()

@@ -1,6 +1,8 @@
 """Drawing tokens, the cache of keys and values, and text as its tokens arrive, each against a reference."""
 
 from dataclasses import replace
+from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from configs.architectures.llama_keys import Router
 from configs.errors import UserError
 from configs.schema import Model
 from models import build_model
+from scripts.sample import _Texts
 from scripts.sampling.cache import CachedModel
 from scripts.sampling.draw import NOT_FINITE, Distribution, draw, generators, probabilities
 from scripts.sampling.generate import generate
@@ -274,6 +277,16 @@ def test_a_character_of_four_tokens_waits_for_the_last(readers):
     tokenizer = readers["byte_level"]
     stream = TextStream(tokenizer, tokenizer.encode("a"))
     assert [stream.push(token) for token in tokenizer.encode("🙂b")] == ["", "", "", "🙂", "b"]
+
+
+def test_a_gap_is_filled_without_the_space_that_a_tokenizer_puts_before_every_text(readers, capsys):
+    """`fallback` does, as Llama 2's; the middle of a document that was rearranged has it like every text."""
+    tokenizer = readers["fallback"]
+    texts = _Texts(SimpleNamespace(tokenizer=tokenizer), ["a", ""], [tokenizer.encode("a"), []], "c")
+    for tokens in zip_longest(tokenizer.encode("a b"), tokenizer.encode(" a")):
+        texts.push(0, tokens)
+    texts.end(0, 2)
+    assert capsys.readouterr().out == "aa bc\n---\n ac\n"
 
 
 def test_a_prompt_starts_with_bos(readers):
