@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError, UserError
 from configs.load import load
+from scripts.microscope.documents import Documents, occurrences
 from scripts.prepare_data import main as prepare_data
 from scripts.sampling.text import prompt_tokens
 from scripts.train_tokenizer import main as train_tokenizer
@@ -18,6 +19,7 @@ from tests.unit.data.test_shares import content, small_parts
 from trainer.data.text import finish
 from trainer.data.text.fill_in import NAMES, encode_rearranged, fim_tokens
 from trainer.data.text.shares import make_share
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
@@ -150,6 +152,31 @@ def test_the_command_rearranges_what_is_for_training_and_says_how_many(folder, t
     assert f"rearranged: {rearranged} documents of train" in capsys.readouterr().out
     assert prepare_data([*words, "--validation-fraction", "0.3", "--fim-rate", "0.6", "--processes", "1"]) == 1
     assert "fim_rate: 0.5 then, 0.6 now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix_first", [0.0, 1.0])
+def test_a_text_is_found_where_a_cut_has_moved_it(tokenizer, tmp_path, suffix_first):
+    """Whole, across a cut, or in one part; what a cut has put together is no text."""
+    own = fim_tokens(tokenizer)
+    texts = [f"{i:03} one two three four five six {i:03} seven eight nine ten eleven twelve {i:03}" for i in range(60)]
+    with TokenFileWriter(tmp_path / "0.tokens", VOCAB_SIZE, tokenizer.hash) as writer:
+        for text in texts:
+            writer.append(encode_rearranged(tokenizer, own, text, 0.8, suffix_first))
+    folder = TokenFolder(tmp_path, VOCAB_SIZE)
+    documents = Documents(folder)
+    spelled = 0
+    for number, text in enumerate(texts):
+        assert [document.number for document, *_ in occurrences(text, documents, tokenizer)] == [number]
+        for document, start, stop in occurrences(text[:12], documents, tokenizer):
+            assert document.start <= start < stop <= document.stop
+            spelled += text[:12] in tokenizer.decode(folder.read(start, stop - start).tolist())
+    assert spelled > 30
+    decoded = [tokenizer.decode(ids) for ids in documents_in(folder)]
+    new = {each[at : at + 9] for each in decoded for at in range(len(each) - 8)} - {
+        text[at : at + 9] for text in texts for at in range(len(text) - 8)
+    }
+    assert new
+    assert not any(list(occurrences(each, documents, tokenizer)) for each in sorted(new)[:20])
 
 
 def test_texts_that_have_the_names_are_not_counted_as_rearranged(tmp_path, capsys):

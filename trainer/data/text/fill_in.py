@@ -13,6 +13,7 @@ divided. Each part is encoded by itself: when the model is asked, prefix and suf
 
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from configs.errors import UserError
@@ -47,12 +48,19 @@ def fim_tokens(
     Raises:
         UserError: it has none.
     """
+    if (found := fim_tokens_or_none(tokenizer)) is not None:
+        return found
+    known = "; ".join(" ".join(names) for names in NAMES)
+    raise UserError(f"the tokenizer has no tokens to fill in the middle by (looked for: {known}); {remedy}")
+
+
+def fim_tokens_or_none(tokenizer: Tokenizer) -> FimTokens | None:
+    """The tokens of a tokenizer that stand before the parts; None if it has none."""
     for names in NAMES:
         ids = [tokenizer.id_of(name) for name in names]
         if None not in ids:
             return FimTokens(*[i for i in ids if i is not None])
-    known = "; ".join(" ".join(names) for names in NAMES)
-    raise UserError(f"the tokenizer has no tokens to fill in the middle by (looked for: {known}); {remedy}")
+    return None
 
 
 def encode_rearranged(
@@ -84,3 +92,14 @@ def encode_rearranged(
 def to_fill_in(tokens: FimTokens, prefix: list[int], suffix: list[int]) -> list[int]:
     """What a model continues with the text between prefix and suffix."""
     return [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
+
+
+def text_order(tokens: FimTokens, ids: np.ndarray) -> np.ndarray:
+    """The places of a document's tokens in the order of its text, (n,): of one that was rearranged, the middle's, or
+    prefix's and middle's, before the suffix's."""
+    order = np.arange(len(ids))
+    at_suffix, at_middle = (np.flatnonzero(ids == token)[:1] for token in (tokens.suffix, tokens.middle))
+    if tokens.prefix not in ids[:2] or not (at_suffix < at_middle).any():  # whole, or a window has cut it
+        return order
+    begin, suffix, rest = np.split(order, [at_suffix[0], at_middle[0]])
+    return np.concatenate([begin, rest, suffix])
