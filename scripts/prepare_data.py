@@ -25,7 +25,7 @@ from scripts.command import add_text_arguments, end, number_of, parser_of, posit
 from trainer.data.text.finish import finish
 from trainer.data.text.listing import NAME as LIST
 from trainer.data.text.on_ray import make_shares_on_ray
-from trainer.data.text.prepare import Call, Remote, errors_of, is_begun, prepare, settings_of
+from trainer.data.text.prepare import Call, Remote, discard_shards, errors_of, is_begun, prepare, settings_of
 from trainer.data.text.prepared_folder import RECORD, Settings, described
 from trainer.data.text.shares import MAX_SHARES, make_share
 from trainer.data.text.shares_in_bucket import bring_inputs, make_share_remotely, remove_work
@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if call.remote:
                 bring_inputs(call)
             record = prepare(call, console.line)  # only checks that it would be the same
+            if options.finish:
+                discard_shards(options.output)
             console.line(
                 f"{url or options.output}: already there, from the same files and settings; nothing was written"
             )

@@ -300,6 +300,30 @@ def test_an_end_that_was_killed_is_done_again(tmp_path, tokenizer, monkeypatch):
 # ------------------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.parametrize("before", ["rename", "rmtree"])
+def test_an_end_that_was_killed_while_it_removed_its_work_removes_it_the_next_time(
+    tmp_path, tokenizer, monkeypatch, before
+):
+    words = [*write_corpus(tmp_path), "--output", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert prepare_data([*words, "--shard", "0/1"]) == 0
+
+    def killed(*_):
+        raise SystemExit
+
+    where = (finish, "discard") if before == "rename" else (module.shutil, "rmtree")
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, killed)
+        with pytest.raises(SystemExit):
+            prepare_data([*words, "--finish"])
+    others = {tmp_path / ".out.shards.1.partial", tmp_path / "1"}  # the first: of the output "out.shards.1"
+    for other in others:
+        other.mkdir()
+    expected = {*tmp_path.iterdir()} - {*tmp_path.glob(".out.shards*")} | others
+    assert {*tmp_path.iterdir()} != expected
+    assert prepare_data([*words, "--finish"]) == 0
+    assert {*tmp_path.iterdir()} == expected
+
+
 def test_an_end_before_all_shares_names_those_that_are_missing_and_changes_nothing(tmp_path, tokenizer):
     inputs = write_corpus(tmp_path)
     arguments = (inputs, tmp_path / "out", tokenizer)

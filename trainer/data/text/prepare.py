@@ -17,6 +17,7 @@ moves finished files: a worker that briefly outlives its killed launch does no h
 
 import fcntl
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -446,3 +447,12 @@ def discard(folder: Path) -> None:
         trash = folder.with_name(f"{folder.name}.{os.getpid()}")
         os.rename(folder, trash)
         shutil.rmtree(trash)
+
+
+def discard_shards(output: Path) -> None:
+    """Remove what a `--finish` that was killed while it removed its work has left beside a finished OUTPUT."""
+    work = _beside(output, "shards")
+    is_left = re.compile(rf"{re.escape(work.name)}(\.[0-9]+)?")  # the number: of `discard`
+    for path in list(work.parent.iterdir()):
+        if is_left.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
