@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -290,6 +291,14 @@ def _over_group(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     dist.all_gather(list(parts.unbind()), measured, group=group)
     log_partition, target_logit = parts.unbind(1)
     return torch.stack((log_partition.logsumexp(0), target_logit.sum(0)))
+
+
+@torch.no_grad()
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float = 0.0) -> Tensor:
+    """The logits that a loss is computed from, (..., vocab); hidden: (..., dim), others as of `CrossEntropy`."""
+    logits = F.linear(hidden, weight)
+    _finish_(logits, bias, softcap)
+    return logits
 
 
 def _finish_(logits: Tensor, bias: Tensor | None, softcap: float) -> Tensor | None:

@@ -5,6 +5,7 @@ import os
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,12 +126,10 @@ class _Rows:
         self.sums: Tensor | None = None
         """Cross-entropy and valid targets, (2, rows)."""
 
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, **of_head: Any) -> Tensor:
         """Arguments as of `CrossEntropy`; returns zero, (), in the place of a loss."""
         loss = CrossEntropy()
-        losses = [loss(hidden[i : i + 1], weight, targets[i : i + 1], group) for i in range(len(targets))]
+        losses = [loss(hidden[i : i + 1], weight, targets[i : i + 1], **of_head) for i in range(len(targets))]
         self.sums = torch.stack((torch.stack(losses).double(), (targets != IGNORED).sum(1).double()))
         return hidden.new_zeros(())
 

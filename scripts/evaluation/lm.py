@@ -14,7 +14,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from torch.nn import functional as F
 
 from configs.errors import UserError
 from configs.plan import attention_of, recurrent_of
@@ -22,6 +21,7 @@ from scripts.sampling.cache import CachedModel
 from scripts.sampling.draw import Distribution, generators
 from scripts.sampling.generate import generate
 from scripts.sampling.load import Trained
+from trainer.loss import logits_of
 
 _Request = tuple[Any, list[int], list[int]]
 """Anything, the tokens of a context, and those that continue it."""
@@ -89,9 +89,9 @@ class KeelLM(TemplateLM):
             row[: len(window)] = torch.tensor(window)  # no token sees the padding after it
         scores: list[tuple[float, bool]] = []
 
-        def score(hidden: Tensor, weight: Tensor) -> Tensor:
+        def score(hidden: Tensor, weight: Tensor, **of_head: Any) -> Tensor:
             for row, window, (_, _, continuation) in zip(hidden, windows, requests, strict=True):
-                logits = F.linear(row[len(window) - len(continuation) : len(window)], weight)
+                logits = logits_of(row[len(window) - len(continuation) : len(window)], weight, **of_head)
                 wanted = torch.tensor(continuation, device=logits.device)
                 own = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
                 total = own.gather(-1, wanted[:, None]).sum().item()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from configs.plan import attention_of, plan_of, recurrent_of
+from trainer.loss import logits_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 Continued = Callable[[Tensor, Tensor, Any, Any], tuple[Tensor, Any]]
@@ -103,8 +104,8 @@ class CachedModel:
     def _logits(self, tokens: Tensor, positions: Tensor | None, last: Tensor) -> Tensor:
         """Run the model; returns the logits at the index `last`, (batch,), of each sequence of `tokens`."""
 
-        def at_last(hidden: Tensor, weight: Tensor) -> Tensor:
-            return F.linear(hidden[torch.arange(len(last), device=self._device), last], weight)
+        def at_last(hidden: Tensor, weight: Tensor, **of_head: Any) -> Tensor:
+            return logits_of(hidden[torch.arange(len(last), device=self._device), last], weight, **of_head)
 
         return self._model(tokens, positions, loss=at_last)
 

@@ -13,6 +13,8 @@ from configs.load import load
 from models import build_model
 from scripts.comparison.score import score
 from tests.end_to_end.launch import records, tensors
+from tests.hf_families import NEEDS_TRANSFORMERS, write_config
+from tests.hf_families import words as hf_words
 from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.guards.watchdog import Watchdog
@@ -38,8 +40,8 @@ MESHES = {
 }
 
 
-def train(folder):
-    job = load("parity.toml", ("--job.output_dir", folder, *RUN), 1)
+def train(folder, words=()):
+    job = load("parity.toml", ("--job.output_dir", folder, *RUN, *words), 1)
     Path(folder).mkdir(parents=True)
     with Console(0) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
         runtime = Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
@@ -91,3 +93,13 @@ def test_every_mesh_scores_alike(ranks, run, plain, mesh):
         assert len(set(found.targets)) > 1
         assert found.loss == pytest.approx(records(run)[-1]["validation_loss"], rel=1e-12)
         assert (found.step, found.tokens) == (3, 3 * 8 * 32)
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "fields"), [("phi", {}), ("gemma2", {"final_logit_softcapping": 2.0})])
+def test_a_familys_head_may_have_a_bias_or_softcapping(ranks, tmp_path, family, fields, tp):
+    model = hf_words(write_config(tmp_path / family, family, **fields))
+    ranks(1, train, str(tmp_path / "run"), model)
+    for found in ranks(tp, scored, str(tmp_path / "run"), (*model, "--mesh.tp", str(tp))):
+        assert found.loss == pytest.approx(records(tmp_path / "run")[-1]["validation_loss"], rel=1e-6)

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint.export.hf_export import export_hf
 from checkpoint.folder import set_aside
@@ -23,6 +25,7 @@ from scripts.export.hf_tokenizer import tokenizer_files
 from scripts.sampling.load import load_trained
 from tests.end_to_end.launch import ROOT, launch_here, records
 from tests.evaluation_tasks import TASKS, write_tasks
+from tests.hf_families import NEEDS_TRANSFORMERS, write_config
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import write_status
 
@@ -99,6 +102,28 @@ def test_the_scores_are_those_of_the_export_in_transformers(trained: Path, tmp_p
             assert ours[task] == pytest.approx(alone[task], rel=1e-5)
     assert 0 < ours["local_choice"]["acc"] < 1
     assert ours["local_bytes"]["bits_per_byte"] < 8
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(("family", "fields"), [("phi", {}), ("gemma2", {"final_logit_softcapping": 2.0})])
+def test_a_familys_head_may_have_a_bias_or_softcapping(trained: Path, tmp_path: Path, family, fields):
+    pytest.importorskip("accelerate", reason="lm-eval needs accelerate for models of transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    from scripts.evaluation.lm import KeelLM
+
+    folder = write_config(tmp_path / family, family, vocab_size=VOCAB, **fields)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+    for name, content in tokenizer_files(trained / "tokenizer.model").files.items():
+        (folder / name).write_bytes(content)
+    asked = [(None, [1, 5, 9], [7, 30]), (None, [1], [4])]
+    found = KeelLM(load_trained(folder, None, "cpu", "float32", None), 2)._loglikelihood_tokens(asked)
+    expected = HFLM(pretrained=str(folder), dtype="float32", device="cpu")._loglikelihood_tokens(asked)
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-5)
 
 
 def test_the_command_adds_results_to_the_record_and_the_curves(trained: Path, tmp_path: Path, capsys):

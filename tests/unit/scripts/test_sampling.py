@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 from configs.architectures.llama_keys import Router
 from configs.errors import UserError
+from configs.load import load
 from configs.schema import Model
 from models import build_model
+from parallelisms.init import materialize
 from scripts.sample import _Texts
 from scripts.sampling.cache import CachedModel
 from scripts.sampling.draw import NOT_FINITE, Distribution, draw, generators, probabilities
 from scripts.sampling.generate import generate
 from scripts.sampling.text import TextStream, prompt_tokens
+from tests.hf_families import NEEDS_TRANSFORMERS, words, write_config
 from tests.unit.hf_support import TINY, make_model
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
@@ -148,6 +151,21 @@ def test_the_cache_gives_the_logits_of_the_whole_text(name, lengths):
             tokens = logits.argmin(-1)
             texts = [[*text, token] for text, token in zip(texts, tokens.tolist(), strict=True)]
             logits = cached.step(tokens)
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(("family", "fields"), [("phi", {}), ("gemma2", {"final_logit_softcapping": 2.0})])
+def test_a_familys_head_may_have_a_bias_or_softcapping(tmp_path, family, fields):
+    config = load("parity.toml", words(write_config(tmp_path / family, family, **fields)), world_size=1).config
+    with torch.device("meta"):
+        model = build_model(config.model).double()
+    materialize(model, CPU, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+        texts = prompts_of((1, 9, 4))
+        expected = torch.stack([model.family(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
+    torch.testing.assert_close(CachedModel(model, CPU).start(texts, 12), expected, rtol=0, atol=1e-6)
 
 
 def texts_of(name, lengths, batch_size, max_tokens=8, seq_len=64, eos_id=None, distribution=None):
