@@ -94,8 +94,7 @@ def _state(built: torch.nn.Module) -> dict[str, Tensor]:
 
 def seq_len_of(model: HfModel, trained: int = 0) -> int:
     """Tokens of the longest sequence that a model is made for; `trained`: those of the job, if it is a job's."""
-    value = model.fields.get("max_position_embeddings")
-    return max(trained, value if type(value) is int else 0) or 2048
+    return max(trained, model.declared_length or 0) or 2048
 
 
 def _config(model: HfModel, special: Mapping[str, int]) -> Any:

@@ -22,6 +22,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 VOCABULARY = ("vocab_size",)
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 NEEDED = (WIDTH, LAYERS, VOCABULARY)
 """The fields that the checks and the estimates read, each with the names that families have for it. A family without
 heads, such as Mamba, has no attention."""
@@ -83,6 +84,12 @@ class HfKeys(Table):
     def vocab_size(self) -> int:
         """Number of tokens in the vocabulary."""
         return self._number(VOCABULARY)
+
+    @property
+    def declared_length(self) -> int | None:
+        """Tokens of the longest sequence that config.json declares; None: it declares none."""
+        value = first_of(self.fields, POSITIONS)
+        return value if type(value) is int and value > 0 else None
 
     @property
     def n_experts(self) -> None:

@@ -7,15 +7,16 @@ each document alone, or of whole sequences. Logits and the gradients of all para
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from configs.architectures.hf import small
+from configs.architectures.hf import POSITIONS, small
 from configs.errors import ConfigError
 from configs.schema import Config, HfModel
 from models.documents import Documents
@@ -33,6 +34,7 @@ _MOST_PARAMETERS = 1 << 25
 """The most parameters of a small model, which each rank holds in memory for a moment: 256 MB."""
 _LIMIT = "attention_chunk_size"
 _LONG = 64
+_FEW_POSITIONS = 16
 
 
 def require_attention(config: Config) -> None:
@@ -50,6 +52,25 @@ def require_attention(config: Config) -> None:
         raise ConfigError(f"data.document_mask is true, but {reason}; leave it out")
     if config.mesh.cp > 1 and (reason := _why_not(model, config.training.seq_len, documents, config.context.method)):
         raise ConfigError(f"mesh.cp is {config.mesh.cp}, but {reason}; set cp = 1")
+
+
+def require_positions(config: Config) -> None:
+    """Check that a model of Hugging Face has a position for each token of a sequence.
+
+    Where positions are in a table (GPT-2, GPT-J), there are as many as config.json declares; elsewhere they go on.
+
+    Raises:
+        ConfigError: the table is too short.
+    """
+    model = config.model
+    assert isinstance(model, HfModel)
+    seq_len = config.training.seq_len
+    limit = model.declared_length
+    if limit and seq_len > limit and _ends_at_limit(model):
+        raise ConfigError(
+            f"training.seq_len is {seq_len}, but {model.model_type} has positions for {limit} tokens only; set "
+            f"training.seq_len = {limit} or less"
+        )
 
 
 def _why_not_split(config: Config, model: HfModel) -> str:
@@ -161,10 +182,33 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _small_family(model: HfModel, split: Split) -> Any:
-    """A small model of plain transformers in float64, in which every weight and bias matters."""
+@cache
+def _ends_at_limit(model: HfModel) -> bool:
+    """Whether a family computes sequences of the length that its config.json declares, and no longer ones."""
+    few = dict.fromkeys(set(POSITIONS) & model.fields.keys(), _FEW_POSITIONS)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            family = _small_family(model, "none", few)
+            _logits(family, input_ids=torch.zeros(1, _FEW_POSITIONS, dtype=torch.int64))
+        except Exception:  # it can't be tried
+            return False
+    try:
+        _logits(family, input_ids=torch.zeros(1, _FEW_POSITIONS + 1, dtype=torch.int64))
+    except Exception:
+        return True
+    return False
+
+
+def _small_family(model: HfModel, split: Split, changed: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A small model of plain transformers in float64, in which every weight and bias matters.
+
+    Args:
+        model: the job's.
+        split: with "ring" no chunk is shorter than the sequences.
+        changed: fields of its config.json that replace its own.
+    """
     # By default transformers computes experts with grouped products, which a CPU does not have in float64.
-    fields = json.loads(small(model, _N_PARTS)["hf_config"]) | {"experts_implementation": "batched_mm"}
+    fields = json.loads(small(model, _N_PARTS)["hf_config"]) | {"experts_implementation": "batched_mm"} | changed
     if split == "ring" and isinstance(fields.get(_LIMIT), int):
         fields[_LIMIT] = _LONG
     config = HfModel.model_validate({"architecture": "hf", "hf_config": json.dumps(fields)})

@@ -14,7 +14,7 @@ from configs.plan import plan_of
 from configs.reading.keys import key_path
 from configs.schema import Config, HfModel, OwnModel, is_described
 from models import build_model
-from models.hf.check import require_attention
+from models.hf.check import require_attention, require_positions
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
 from trainer.planning.own_code import Fault, fault_of, faults_of_own_code
@@ -41,6 +41,8 @@ def _mistakes(config: Config) -> Iterator[Fault]:
         yield from faults
         if faults:
             return
+    if isinstance(config.model, HfModel):
+        yield from fault_of("training.seq_len", lambda: require_positions(config))
     yield from faults_of_own_code(config)
     if config.optimizer.groups:
         names = list(skeleton(config.model).shapes)

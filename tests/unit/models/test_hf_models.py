@@ -1,5 +1,6 @@
 """Models of Hugging Face as Keel builds them: outputs, initial values, buffers, and what is refused."""
 
+import json
 from math import prod
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from checkpoint.export.family import seq_len_of
 from configs.errors import ConfigError
 from configs.load import load
 from models import build_model
@@ -164,6 +166,29 @@ def test_what_cannot_be_trained_as_it_is_is_refused(tmp_path, family, fields, me
     with pytest.raises(ConfigError, match=message) as caught:
         require_known_names(job)
     assert str(caught.value).startswith("--model.hf: ")
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "ends"),
+    [("gpt2", "n_positions", True), ("mpt", "max_seq_len", True), ("qwen3", "max_position_embeddings", False)],
+)
+def test_sequences_are_no_longer_than_a_table_of_positions(tmp_path, family, field, ends):
+    """GPT-2 has learned positions, MPT a table of biases; rotary ones go on."""
+    folder = write_config(tmp_path / family, family)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(fields | {field: 24}))
+    model = load("parity.toml", words(folder)).config.model
+    assert seq_len_of(model) == 24
+    require_known_names(load("parity.toml", words(folder, "--training.seq_len", "24")))
+    job = load("parity.toml", words(folder, "--training.seq_len", "32"))
+    if not ends:
+        require_known_names(job)
+        return
+    with pytest.raises(
+        ConfigError, match=f"is 32, but {family} has positions for 24 tokens only; set training.seq_len"
+    ):
+        require_known_names(job)
 
 
 @pytest.mark.parametrize(
