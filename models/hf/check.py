@@ -73,6 +73,11 @@ def require_positions(config: Config) -> None:
         )
 
 
+def depends_on_longest(model: nn.Module) -> bool:
+    """Whether a sequence's logits depend on the longest sequence of its batch, by its rotary frequencies."""
+    return isinstance(model, HfCausalLm) and _limit_of_positions(model.family) > 0
+
+
 def _why_not_split(config: Config, model: HfModel) -> str:
     """Why context parallelism can't replace the family's attention; "" if it can."""
     kind = model.model_type

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from configs.errors import UserError
 from configs.plan import attention_of, recurrent_of
+from models.hf.check import depends_on_longest
 from scripts.sampling.cache import CachedModel
 from scripts.sampling.draw import Distribution, generators
 from scripts.sampling.generate import generate
@@ -41,7 +42,7 @@ class KeelLM(TemplateLM):
         """
         super().__init__()
         self._trained = trained
-        self._batch_size = batch_size
+        self._batch_size = 1 if depends_on_longest(trained.model) else batch_size
         marks = [mark for mark in (trained.tokenizer.bos_id, trained.tokenizer.eos_id) if mark is not None]
         if not marks:
             raise UserError("the tokenizer has neither BOS nor EOS, so there is no token to begin a text with")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from configs.plan import attention_of, plan_of, recurrent_of
+from models.hf.check import depends_on_longest
 from trainer.loss import logits_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -32,6 +33,8 @@ class CachedModel:
         recurrent = recurrent_of(model) if plan_of(model).can_cache else []
         self._sequences: list[list[int]] | None = None if attention or recurrent else []
         """The tokens so far, of a model whose attention cannot be replaced: every token reads all before it again."""
+        self._is_apart = depends_on_longest(model)
+        """Whether each sequence is computed apart from the others."""
         self._layers: list[list[Tensor]] = []
         """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
         for module in attention:
@@ -94,8 +97,14 @@ class CachedModel:
         return self._logits(tokens.to(self._device)[:, None], self._places[:, None], torch.zeros_like(self._places))
 
     def _of_whole_sequences(self) -> Tensor:
-        """The logits after the whole of each sequence, padded at its end, where nothing attends to."""
+        """The logits after the whole of each sequence."""
         sequences = self._sequences or []
+        if not self._is_apart:
+            return self._of_padded(sequences)
+        return torch.cat([self._of_padded([tokens]) for tokens in sequences])
+
+    def _of_padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """The logits after the whole of each sequence, padded at its end, where nothing attends to."""
         longest = max(map(len, sequences))
         tokens = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in sequences])
         last = torch.tensor([len(tokens) - 1 for tokens in sequences], device=self._device)

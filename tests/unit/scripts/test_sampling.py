@@ -168,6 +168,24 @@ def test_a_familys_head_may_have_a_bias_or_softcapping(tmp_path, family, fields)
     torch.testing.assert_close(CachedModel(model, CPU).start(texts, 12), expected, rtol=0, atol=1e-6)
 
 
+@NEEDS_TRANSFORMERS
+def test_a_text_does_not_depend_on_longer_ones_where_frequencies_do(tmp_path):
+    """Phi-3's are others for all of a batch that has a sequence beyond its first length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope |= {"original_max_position_embeddings": 8, "partial_rotary_factor": 1.0}
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 8}
+    config = load("parity.toml", words(write_config(tmp_path / "phi3", "phi3", **fields)), world_size=1).config
+    with torch.device("meta"):
+        model = build_model(config.model).double()
+    materialize(model, CPU, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+        texts = prompts_of((6, 20))
+        expected = torch.stack([model.family(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
+    torch.testing.assert_close(CachedModel(model, CPU).start(texts, 24), expected, rtol=0, atol=1e-6)
+
+
 def texts_of(name, lengths, batch_size, max_tokens=8, seq_len=64, eos_id=None, distribution=None):
     """The tokens that follow each prompt."""
     prompts, cached = prompts_of(lengths), CachedModel(model_of(name), CPU)
