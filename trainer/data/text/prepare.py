@@ -168,12 +168,15 @@ def settings_of(
     """What decides the content of OUTPUT, besides the inputs' content; `choices` are further fields of `Settings`.
 
     Raises:
-        UserError: the tokenizer cannot be read, or OUTPUT lies in an input folder.
+        UserError: the tokenizer cannot be read, or lacks tokens, or OUTPUT lies in an input folder.
     """
     _require_apart(inputs, output)
     tokenizer = load_tokenizer(tokenizer_path)
     if choices.get("fim_rate"):
-        fim_tokens(tokenizer)
+        try:
+            fim_tokens(tokenizer)
+        except UserError as error:
+            raise UserError(f"{tokenizer_path}: {error}, or leave out fim_rate") from None
     return Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, validation_fraction, **choices)
 
 
