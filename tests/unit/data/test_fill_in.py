@@ -230,7 +230,7 @@ def test_the_command_refuses_what_has_no_meaning(folder, tmp_path, capsys, words
 
 
 def test_a_tokenizer_without_the_tokens_is_refused(folder, tmp_path):
-    with pytest.raises(UserError, match=r"plain\.model: .* no tokens .* \(looked for: <fim_prefix> .* leave out fim_rate"):
+    with pytest.raises(UserError, match=r"plain\.model: .* \(looked for: <fim_prefix> .* leave out fim_rate"):
         prepare([str(folder / "text.jsonl")], tmp_path / "out", folder / "plain.model", fim_rate=0.5)
 
 
