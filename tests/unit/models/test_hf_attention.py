@@ -9,6 +9,7 @@ from configs.errors import ConfigError
 from configs.load import load
 from models import build_model
 from models.documents import Documents
+from models.hf.attention import attend
 from models.hf.model import cuts_of
 from parallelisms.init import materialize
 from tests.hf_families import NEEDS_TRANSFORMERS, VOCABULARY, words, write_config
@@ -83,9 +84,13 @@ def test_packed_documents_are_each_document_alone(tmp_path, family, fields, boun
             assert difference < 20 * bound * parameter.grad.norm().clamp(min=1.0), name
 
 
-def test_sinks_need_no_scores_of_all_pairs(tmp_path):
-    """The family's own function holds as many as heads times the square of the length."""
-    ours, _ = both_models(job(tmp_path, "gpt_oss", **SINKS, max_position_embeddings=512).config)
+@pytest.mark.parametrize(
+    ("family", "fields", "packs"),
+    [("gpt_oss", SINKS, False), ("gpt_oss", SINKS, True), ("gemma3_text", {"sliding_window": 4}, True)],
+)
+def test_no_tensor_has_all_pairs_of_tokens(tmp_path, family, fields, packs):
+    """The family's own function has the scores of them with sinks, and a mask of them with windows and documents."""
+    ours, _ = both_models(job(tmp_path, family, **fields, max_position_embeddings=512).config)
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -96,9 +101,19 @@ def test_sinks_need_no_scores_of_all_pairs(tmp_path):
             return out
 
     n_tokens = 512
+    places = torch.arange(n_tokens)[None]
+    documents = (places % 300, Documents.find(places // 300)) if packs else ()
     with Sizes():
-        ours(torch.arange(n_tokens)[None] % VOCABULARY).sum().backward()
+        ours(places % VOCABULARY, *documents).sum().backward()
     assert largest < n_tokens**2
+
+
+@pytest.mark.parametrize("window", [4, 5, 6])
+def test_a_window_may_leave_out_one_token_or_none(window):
+    q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pairs = torch.ones(5, 5, dtype=torch.bool).tril().triu(1 - window)
+    expected = (q @ k.mT / 2).masked_fill(~pairs, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(attend(q, k, v, None, window), expected, rtol=0, atol=1e-14)
 
 
 def test_positions_are_not_asked_for_documents(tmp_path, monkeypatch):
@@ -172,6 +187,7 @@ def test_what_is_refused(tmp_path, family, fields, more, message):
         ("gpt_oss", (*CP, "--context.method", "ring")),
         ("gpt_oss", (*DOCUMENTS, *CP, "--context.method", "all_to_all")),
         ("gemma3_text", CP),
+        ("gemma3_text", (*CP, "--context.method", "ring")),
         ("gemma3_text", (*DOCUMENTS, *CP, "--context.method", "ring")),
         ("gemma2", (*DOCUMENTS, *CP)),
     ],
