@@ -9,7 +9,6 @@ from configs.errors import ConfigError
 from configs.load import load
 from models import build_model
 from models.documents import Documents
-from models.hf.attention import attend
 from models.hf.model import cuts_of
 from parallelisms.init import materialize
 from tests.hf_families import NEEDS_TRANSFORMERS, VOCABULARY, words, write_config
@@ -110,6 +109,8 @@ def test_no_tensor_has_all_pairs_of_tokens(tmp_path, family, fields, packs):
 
 @pytest.mark.parametrize("window", [4, 5, 6])
 def test_a_window_may_leave_out_one_token_or_none(window):
+    from models.hf.attention import attend  # at the top, a transformers too old to train would fail
+
     q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pairs = torch.ones(5, 5, dtype=torch.bool).tril().triu(1 - window)
     expected = (q @ k.mT / 2).masked_fill(~pairs, -torch.inf).softmax(-1) @ v
