@@ -153,9 +153,8 @@ def test_the_cache_gives_the_logits_of_the_whole_text(name, lengths):
             logits = cached.step(tokens)
 
 
-@NEEDS_TRANSFORMERS
-@pytest.mark.parametrize(("family", "fields"), [("phi", {}), ("gemma2", {"final_logit_softcapping": 2.0})])
-def test_a_familys_head_may_have_a_bias_or_softcapping(tmp_path, family, fields):
+def of_family(tmp_path, family, **fields):
+    """A small model of transformers in float64, in which every weight and bias matters."""
     config = load("parity.toml", words(write_config(tmp_path / family, family, **fields)), world_size=1).config
     with torch.device("meta"):
         model = build_model(config.model).double()
@@ -163,7 +162,15 @@ def test_a_familys_head_may_have_a_bias_or_softcapping(tmp_path, family, fields)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
-        texts = prompts_of((1, 9, 4))
+    return model
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(("family", "fields"), [("phi", {}), ("gemma2", {"final_logit_softcapping": 2.0})])
+def test_a_familys_head_may_have_a_bias_or_softcapping(tmp_path, family, fields):
+    model = of_family(tmp_path, family, **fields)
+    texts = prompts_of((1, 9, 4))
+    with torch.no_grad():
         expected = torch.stack([model.family(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
     torch.testing.assert_close(CachedModel(model, CPU).start(texts, 12), expected, rtol=0, atol=1e-6)
 
@@ -174,14 +181,9 @@ def test_a_text_does_not_depend_on_longer_ones_where_frequencies_do(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope |= {"original_max_position_embeddings": 8, "partial_rotary_factor": 1.0}
     fields = {"rope_parameters": rope, "original_max_position_embeddings": 8}
-    config = load("parity.toml", words(write_config(tmp_path / "phi3", "phi3", **fields)), world_size=1).config
-    with torch.device("meta"):
-        model = build_model(config.model).double()
-    materialize(model, CPU, seed=0)
+    model = of_family(tmp_path, "phi3", **fields)
+    texts = prompts_of((6, 20))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
-        texts = prompts_of((6, 20))
         expected = torch.stack([model.family(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
     torch.testing.assert_close(CachedModel(model, CPU).start(texts, 24), expected, rtol=0, atol=1e-6)
 
