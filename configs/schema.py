@@ -267,6 +267,9 @@ class Optimizer(Table):
     polar_express: each the best after those before it, which come closer to 1 (Amsel et al. 2025)."""
     split_heads: Annotated[bool, only_with("name", "muon")] = False
     """Orthogonalize the rows of each head of q_proj, k_proj and v_proj by themselves."""
+    neuron_beta: Annotated[float | None, Field(ge=0, lt=1), only_with("name", "muon")] = None
+    """Decay rate of an average of each row's squares, by whose root the row of Muon's update is divided (NorMuon, Li et
+    al. 2025, which takes 0.95): all neurons then move alike; not set: no such average."""
     qk_clip: PositiveFloat | None = None
     """Largest attention logit. A head above it has the weights of its queries and keys scaled down after the step
     (QK-clip, Kimi K2, 2025, which takes 100); not set: logits are not computed."""

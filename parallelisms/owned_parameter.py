@@ -33,7 +33,7 @@ class OwnedParameter:
         self._cut_when_seen = cut_of(parameter, [dim for dim in dimensions if dim not in within_matrices])
         self.plain = Parameter(self._seen(parameter).clone() if rounds_to else self._seen(parameter))
         """The tensor that the optimizer updates."""
-        self._shape = self.plain.shape
+        self._shapes = self.plain.shape, self.plain.shape[:-1]
         self._known_version = -1
 
     def _seen(self, tensor: Tensor) -> Tensor:
@@ -88,14 +88,18 @@ class OwnedParameter:
         return self.placed(self.plain.detach()) if self._rounds_to else placed(local(self._parameter), self._cut)
 
     def placed(self, value: Any) -> Any:
-        """Turn a value of the optimizer's state into a DTensor, with its place in the whole; a count stays as it is."""
-        is_like_parameter = isinstance(value, Tensor) and value.shape == self._shape
-        return placed(value, self._cut_when_seen) if is_like_parameter else value
+        """Turn a value of the optimizer's state into a DTensor, with its place in the whole; a count stays as it is.
+
+        It has a number for each element of the parameter as the optimizer sees it, or for each row of its matrices.
+        """
+        is_of_parameter = isinstance(value, Tensor) and value.shape in self._shapes
+        return placed(value, self._cut_when_seen) if is_of_parameter else value
 
     def taken_from(self, value: Any) -> Any:
         """This rank's part of a tensor for the whole parameter; the inverse of `placed`."""
-        is_like_parameter = isinstance(value, Tensor) and value.shape == self._parameter.shape
-        return own_part(value, self._cut_when_seen) if is_like_parameter else value
+        shape = self._parameter.shape
+        is_of_parameter = isinstance(value, Tensor) and value.shape in (shape, shape[:-1])
+        return own_part(value, self._cut_when_seen) if is_of_parameter else value
 
     @torch.no_grad()
     def load_master(self, master: Tensor | None) -> None:

@@ -15,9 +15,9 @@ elements that N ranks hold as R replicas, all together send E elements to owners
 it is. Saving gathers nothing, since the optimizer's state is sharded like the parameters.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -108,35 +108,46 @@ class WholeMatrices:
         function: Callable[[Tensor], Tensor],
         parameters: Mapping[Tensor, int],
         parts: Sequence[Tensor],
-    ) -> list[Tensor]:
+        measure: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Apply a function to whole matrices; all ranks of the stage must call it.
 
         Args:
             function: maps a matrix to one of the same shape, which depends on nothing else.
             parameters: how many matrices each holds, one below the other: (n x rows, columns) or (n, rows, columns).
             parts: this rank's part of the tensor to map for each parameter, all of one dtype.
+            measure: called with a result, (..., rows, columns), and a tensor of zeros, (..., rows), in the parameters'
+                dtype or wider; writes a number for each row into the latter.
 
         Returns:
-            This rank's part of each result.
+            This rank's part of each result; and with `measure`, the numbers of all rows of each parameter.
         """
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = self._planned(parameters)
         device = self._mesh.device if self._mesh else parts[0].device
         results = [torch.empty_like(part) for part in parts]
+        numbers, of_rows = _numbers_of_rows(parameters if measure else (), device)
         coming: _Transfer | None = None
         buckets = self._buckets[key]
         for bucket, arriving in zip(buckets, self._ahead(buckets, parts, device), strict=True):
             wholes = [arriving.sent.new_empty(matrix.shape) for matrix in bucket.own]
             arriving.unpack(wholes)
             mapped = [function(whole.flatten(end_dim=-2)).view(whole.shape) for whole in wholes]
+            if measure:
+                for matrix, result in zip(bucket.own, mapped, strict=True):
+                    measure(result, of_rows[matrix.parameter][_slices(matrix.box[:-1])])
             back = self._send(mapped, bucket.returning, bucket.coming_back, parts[0].dtype, device)
             if coming:
                 coming.unpack(results)
             coming = back
         if coming:
             coming.unpack(results)
-        return results
+        if measure and len(self._places) > 1:
+            assert self._mesh is not None
+            # Each row's number from the owner of its matrix: the others add zeros, which changes no bit.
+            dist.all_reduce(numbers, group=self._mesh.stage.get_group())
+        return results, of_rows
 
     def _ahead(
         self, buckets: Sequence[_Bucket], parts: Sequence[Tensor], device: torch.device
@@ -281,6 +292,20 @@ def _piece(number: int, within: Box, box: Box) -> _Piece | None:
         return None
     place = tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(within, box, strict=True))
     return _Piece(number, place, tuple(map(len, box)))
+
+
+def _numbers_of_rows(parameters: Collection[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Zeros for the rows of all parameters, in one flat tensor; and views of it in each parameter's shape."""
+    dtype = reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
+    shapes = [parameter.shape[:-1] for parameter in parameters]
+    numbers = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
+    parts = numbers.split([shape.numel() for shape in shapes])
+    return numbers, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    """The box as an index."""
+    return tuple(slice(each.start, each.stop) for each in box)
 
 
 # --------------------------------------------------------------------------- buffers

@@ -208,6 +208,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
     rule = manifest.value("optimizer", "name", str)
     dtype = manifest.value("training", "dtype", str)
     rounding = manifest.value("optimizer", "rounding", str) or "nearest"
+    has_row_averages = manifest.value("optimizer", "neuron_beta", float) is not None
     remedy = f"to start another run from its weights, set checkpoint.init_from = {value_text(str(checkpoint))} in a job"
     if rule != optimizer.name:
         raise job.error(
@@ -221,6 +222,9 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
             "optimizer.rounding",
             f"the checkpoint has muon's state with {value_text(rounding)}, which has other tensors; {remedy}",
         )
+    if rule == "muon" and has_row_averages != (optimizer.neuron_beta is not None):
+        what = "with" if has_row_averages else "without"
+        raise job.error("optimizer.neuron_beta", f"the checkpoint has muon's state {what} averages of rows; {remedy}")
     metadata = metadata_of(read_index(checkpoint), checkpoint)
     model = skeleton(job.config.model)
     shapes = {f"model.{name}": shape for name, shape in model.saved.items()}

@@ -296,6 +296,7 @@ def _optimizer(dice: random.Random, is_exact: bool) -> Keys:
         keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8}) | _some(dice, 0.2, {"optimizer.nesterov": "false"})
         keys |= _some(dice, 0.3, {"optimizer.orthogonalization": "polar_express"})
         keys |= _some(dice, 0.3, {"optimizer.split_heads": "true"})
+        keys |= _some(dice, 0.3, {"optimizer.neuron_beta": 0.9})
         keys |= _some(dice, 0.3, {"optimizer.cautious_weight_decay": "true"})
     elif dice.random() < 0.3:
         keys |= {"optimizer.name": dice.choice(("lion", "ademamix"))}

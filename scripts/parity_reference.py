@@ -341,9 +341,22 @@ class _Muon(_Plain):
         state["momentum"] = momentum
         direction = (1 - beta) * gradient + beta * momentum if self.config.nesterov else momentum
         shape = (-1, group["rows"] or p.shape[-2], p.shape[-1])
-        for weight, towards in zip(p.view(shape), direction.view(shape), strict=True):
-            update = 0.2 * max(weight.shape) ** 0.5 * self._orthogonal(towards).to(p.dtype)
+        for number, (weight, towards) in enumerate(zip(p.view(shape), direction.view(shape), strict=True)):
+            update = self._orthogonal(towards).to(p.dtype)
+            if self.config.neuron_beta is None:
+                update *= 0.2 * max(weight.shape) ** 0.5
+            else:
+                update = self._normalized(update, state, f"rows of {number}")
             weight -= group["lr"] * (update + _decay(self.config, group, weight, update))
+
+    def _normalized(self, update: Tensor, state: dict[str, Any], key: str) -> Tensor:
+        """NorMuon's lines 7 to 10 (Li et al. 2025, algorithm 1)."""
+        beta = self.config.neuron_beta
+        assert beta is not None
+        state[key] = beta * state.get(key, 0.0) + (1 - beta) * (update**2).mean(1)
+        normalized = update / (state[key].sqrt() + self.config.eps)[:, None]
+        # An expert that has never had a token does not move.
+        return normalized * 0.2 * update.numel() ** 0.5 / normalized.norm().clamp(min=1e-7)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         if self.config.orthogonalization == "newton_schulz":

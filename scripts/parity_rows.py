@@ -358,7 +358,7 @@ def muon_rows() -> Iterator[Row]:
     yield from rows(("EP 2 x TP 2", "EP 2, replicated"), MOE, "experts, ")
     options: dict[str, object] = {"optimizer.nesterov": "false", "optimizer.orthogonalization": "polar_express"}
     options |= {"optimizer.split_heads": "true", "optimizer.cautious_weight_decay": "true"}
-    options |= {"optimizer.weight_decay_by": "schedule", "optimizer.weight_decay": 1e-3}
+    options |= {"optimizer.weight_decay_by": "schedule", "optimizer.weight_decay": 1e-3, "optimizer.neuron_beta": 0.9}
     meshes = ("FSDP 4", "HSDP 2x2", "FSDP 2 x TP 2", "PP 2 x FSDP 2", "owner 2 x TP 2")
     yield from rows(meshes, options, "options, ")
     yield from rows(("EP 2 x FSDP 2",), MOE | options, "options, experts, ")

@@ -35,6 +35,7 @@ ALONE = {
     "AdEMAMix": ("--optimizer.name", "ademamix"),
     "torch.optim:Adamax": ("--optimizer.name", "torch.optim:Adamax"),
     "Muon": MUON,
+    "NorMuon": (*MUON, "--optimizer.neuron_beta", "0.95"),
     "average, each step": ("--average.interval", "1"),
     "average in bfloat16, each step": ("--average.interval", "1", "--average.dtype", "bfloat16"),
     "average, each 10th step": ("--average.interval", "10"),

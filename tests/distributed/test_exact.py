@@ -34,6 +34,7 @@ EXPERTS |= {"model.n_dense_layers": 1, "model.expert_dim": 16, "model.router.aux
 COMPILED = {"compile.enable": "true", "training.steps": 4}
 OWNER = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
 MUON = {"optimizer.name": "muon"}
+NORMUON = MUON | {"optimizer.neuron_beta": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,8 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
     "owner 4": (4, {"mesh.dp_replicate": 4, **OWNER}, {}, "float32"),
     "owner 2, Muon": (2, {"mesh.dp_replicate": 2, **OWNER}, MUON, "float32"),
     "FSDP 4, Muon": (4, {"mesh.dp_shard": 4}, MUON, "float32"),
-    "PP 2 x FSDP 2, Muon": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}, MUON | FOUR_LAYERS, "float32"),
-    "HSDP 2x2, Muon": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}, MUON, "float32"),
+    "PP 2 x FSDP 2, NorMuon": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}, NORMUON | FOUR_LAYERS, "float32"),
+    "HSDP 2x2, NorMuon": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}, NORMUON, "float32"),
     "PP 2 x FSDP 2": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}, FOUR_LAYERS, "float32"),
     "PP 2 x DDP 2, gpipe": (
         4,
@@ -112,8 +113,8 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
             "owner 4",
             "owner 2, Muon",
             "FSDP 4, Muon",
-            "PP 2 x FSDP 2, Muon",
-            "HSDP 2x2, Muon",
+            "PP 2 x FSDP 2, NorMuon",
+            "HSDP 2x2, NorMuon",
             "PP 2 zero-bubble, bfloat16",
             "FSDP 3",
             "HSDP 2x2, bfloat16",

@@ -27,7 +27,7 @@ ROUNDED: dict[str, dict[str, object]] = {
     "moments": {"optimizer.moments_dtype": "bfloat16"},
     "weights": {"training.dtype": "bfloat16", "optimizer.rounding": "stochastic"},
 }
-ROUNDED["weights by Muon"] = ROUNDED["weights"] | {"optimizer.name": "muon"}
+ROUNDED["weights by Muon"] = ROUNDED["weights"] | {"optimizer.name": "muon", "optimizer.neuron_beta": 0.9}
 MESHES: dict[str, tuple[int, dict[str, object]]] = {
     "DDP 2": (2, {"mesh.dp_replicate": 2, "mesh.dp_shard": 1}),
     "FSDP 4, of uneven rows": (4, {"mesh.dp_shard": 4}),

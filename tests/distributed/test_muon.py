@@ -15,6 +15,7 @@ from tests.distributed.test_owner_training import FLOAT64, STEPS, learner_of, ow
 from trainer.step import hidden_matrices
 
 MUON = ("--optimizer.name", "muon")
+NORMUON = (*MUON, "--optimizer.neuron_beta", "0.9")
 EXPERTS = words(MOE)
 MESHES = {
     "DDP 2": (2, ("--mesh.dp_replicate", "2")),
@@ -51,7 +52,7 @@ def exchanged(words):
         return centred(matrix)
 
     with patch.object(whole_matrices, "BUCKET_ELEMENTS", 5000):
-        found = WholeMatrices(learner.mesh).map(mapping, parameters, parts)
+        found, _ = WholeMatrices(learner.mesh).map(mapping, parameters, parts)
     worst = 0.0
     for (parameter, n), part in zip(parameters.items(), found, strict=True):
         expected = torch.cat([centred(matrix) for matrix in whole(parameter).flatten(end_dim=-2).chunk(n)])
@@ -86,10 +87,14 @@ EP = ("--mesh.ep", "2")
         pytest.param((4, owners(2, *TP)), (4, ()), marks=pytest.mark.slow, id="owner 2 x TP 2 to FSDP 4"),
         pytest.param((4, (*EP, *EXPERTS)), (2, EXPERTS), marks=pytest.mark.slow, id="EP 2 x FSDP 2 to FSDP 2"),
         pytest.param((2, ("--mesh.pp", "2")), (4, HSDP), marks=pytest.mark.long, id="PP 2 to HSDP 2x2"),
+        pytest.param(
+            (2, (*owners(2), *EP, *EXPERTS)), (4, (*EP, *EXPERTS)), marks=pytest.mark.slow, id="owner and EP to EP"
+        ),
+        pytest.param((2, EXPERTS), (2, (*owners(2), *EP, *EXPERTS)), marks=pytest.mark.slow, id="FSDP to owner and EP"),
     ],
 )
 def test_from_mesh_to_mesh(ranks, tmp_path, saved, loaded):
-    further = (*MUON, "--training.micro_batch_size", "1", *(EXPERTS if EXPERTS[0] in saved[1] else ()))
+    further = (*NORMUON, "--training.micro_batch_size", "1", *(EXPERTS if EXPERTS[0] in saved[1] else ()))
     straight = ranks(1, run, further)[0]
     first = ranks(saved[0], run, (*saved[1], *further), 0, 4, None, tmp_path)[0]
     rest = ranks(loaded[0], run, (*loaded[1], *further), 4, STEPS, tmp_path)[0]

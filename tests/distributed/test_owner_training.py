@@ -33,6 +33,7 @@ STEPS = 8
 FLOAT64 = dtype_overrides("float64")
 OWNER = ("--fsdp.partition", "owner", "--mesh.dp_shard", "1")
 MUON = ("--optimizer.name", "muon")
+NORMUON = (*MUON, "--optimizer.neuron_beta", "0.95")
 AT_ONCE = ("--training.micro_batch_size", "4")
 TWO_AT_ONCE = ("--training.micro_batch_size", "2")
 AVERAGE = ("--average.interval", "2", "--average.dtype", "bfloat16")
@@ -242,7 +243,7 @@ def _storage(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("options", [(), MUON, (*MUON, *ROUNDED)], ids=["AdamW", "Muon", "masters"])
+@pytest.mark.parametrize("options", [(), MUON, (*NORMUON, *ROUNDED)], ids=["AdamW", "Muon", "masters"])
 def test_bytes_of_state(ranks, options):
     results = ranks(4, state_bytes, owners(4, *options))
     here, formula, estimates = zip(*results, strict=True)
@@ -262,8 +263,8 @@ def test_bytes_of_state(ranks, options):
         (),
         ROUNDED,
         (*MUON, *ROUNDED),
-        (*MUON, *AVERAGE),
-        (*MUON, *ROUNDED, *AVERAGE),
+        (*NORMUON, *AVERAGE),
+        (*NORMUON, *ROUNDED, *AVERAGE),
     ],
     ids=["AdamW", "masters", "Muon, masters", "Muon, average", "Muon, masters, average"],
 )
@@ -288,7 +289,7 @@ def _local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("optimizer", [(), MUON], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize("optimizer", [(), NORMUON], ids=["AdamW", "NorMuon"])
 def test_the_state_of_an_expert_is_on_one_of_the_ranks_that_hold_it(ranks, optimizer):
     experts = words_of(MOE)
     (whole,) = ranks(1, elements_of_state, (*experts, *optimizer))

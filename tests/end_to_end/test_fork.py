@@ -134,12 +134,14 @@ def test_a_fork_keeps_what_is_frozen(tmp_path, capsys, monkeypatch):
     assert "other ones are frozen now (embed_tokens.weight)" in capsys.readouterr().err
 
 
-def test_a_fork_of_muon_keeps_its_rounding(tmp_path, capsys, monkeypatch):
+def test_a_fork_of_muon_keeps_its_tensors(tmp_path, capsys, monkeypatch):
     """A matrix counts its updates only where they are rounded stochastically; AdamW counts them anyway."""
     monkeypatch.chdir(tmp_path)
     launch(tmp_path, "--training.dtype bfloat16 --optimizer.name muon --training.steps 1")
     assert fork.main(["run", "--optimizer.rounding", "stochastic", "--output", "fork"]) == 78
     assert '--optimizer.rounding: the checkpoint has muon\'s state with "nearest"' in capsys.readouterr().err
+    assert fork.main(["run", "--optimizer.neuron_beta", "0.95", "--output", "fork"]) == 78
+    assert "--optimizer.neuron_beta: the checkpoint has muon's state without averages of" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

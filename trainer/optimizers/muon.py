@@ -7,6 +7,11 @@ also the embedding and the head, whose rows are looked up or compared one by one
 
 With the defaults it computes what `torch.optim.Muon` does, which continues its exported state. Polar Express (Amsel et
 al. 2025, arXiv 2505.16932) takes other polynomials, of the same cost.
+
+An orthogonal matrix with more rows than columns has rows of different lengths, so some neurons move further than
+others. NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1) divides each row by the root of an average of its
+squares, and then scales the whole matrix. Both need more than a rank's part. So a matrix's owner measures its rows, and
+all ranks get these numbers, which are few.
 """
 
 import math
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Optimizer
+from parallelisms.init import local_ranges
 from parallelisms.part import Part
 from parallelisms.ranks import local_part
 from parallelisms.whole_matrices import WholeMatrices
@@ -46,6 +52,9 @@ POLAR_EXPRESS: list[Polynomial] = [
 ]
 """One for each iteration, in order (its algorithm 1)."""
 _SMALLEST_NORM = 1e-7
+_ROOT_MEAN_SQUARE = 0.2
+"""The size of an update's elements before the learning rate, that of AdamW's, so that one learning rate fits both (Liu
+et al., section 2.2)."""
 
 
 class Muon(TrainingOptimizer):
@@ -84,6 +93,8 @@ class Muon(TrainingOptimizer):
         }
         super().__init__(groups, of_torch)
         self._is_cautious = config.cautious_weight_decay
+        self._neuron_beta = config.neuron_beta
+        self._eps = config.eps
         self._orthogonal = polar_express if is_polar else newton_schulz
         self._matrices = matrices
         named = {
@@ -115,10 +126,16 @@ class Muon(TrainingOptimizer):
         if not directions:
             return
         stacked = {parameter: self._stacked[parameter] for members in trained for parameter in members}
-        orthogonal = iter(self._matrices.map(self._orthogonal, stacked, directions))
+        beta = self._neuron_beta
+        measure = None if beta is None else _add_up_squares
+        orthogonal, squares = self._matrices.map(self._orthogonal, stacked, directions, measure)
+        scales: dict[Tensor, Tensor] = {}
+        if beta is not None:
+            scales |= {p: self._row_scales(p, each, beta) for p, each in zip(stacked, squares, strict=True)}
+        updates = iter(orthogonal)
         for group, members in zip(self.param_groups, trained, strict=True):
-            for parameter, update in zip(members, islice(orthogonal, len(members)), strict=True):
-                self._move(parameter, update, group)
+            for parameter, update in zip(members, islice(updates, len(members)), strict=True):
+                self._move(parameter, update, scales.get(parameter), group)
 
     def _direction(self, parameter: Tensor, momentum: float, nesterov: bool) -> Tensor:
         """Add the gradient to the momentum; returns what is orthogonalized, in bfloat16."""
@@ -128,18 +145,39 @@ class Muon(TrainingOptimizer):
         average.mul_(momentum).add_(gradient)
         return (gradient.add_(average * momentum) if nesterov else average).bfloat16()
 
-    def _move(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+    def _row_scales(self, parameter: Tensor, squares: Tensor, beta: float) -> Tensor:
+        """Add to the averages of the rows' squares; returns the factor on each row that this rank has, (..., rows, 1).
+
+        Args:
+            parameter: holds matrices.
+            squares: the sum of squares of each row of all of them, as they were orthogonalized.
+            beta: the averages' decay rate.
+        """
+        rows, columns = self._sides(parameter)
+        average = self.state[parameter]["row_moment"]
+        squares = squares.to(average.device, average.dtype)
+        average.lerp_(squares / columns, 1 - beta)
+        inverse = 1 / (average.sqrt() + self._eps)
+        norms = (squares * inverse.square()).view(-1, rows).sum(1, dtype=torch.float64).sqrt()
+        # Each matrix is scaled as a whole to the root mean square that it has without normalized rows.
+        scale = _ROOT_MEAN_SQUARE * math.sqrt(rows * columns) / norms.clamp(min=_SMALLEST_NORM)
+        scales = (inverse.view(-1, rows) * scale[:, None]).view_as(inverse)
+        own = tuple(slice(each.start, each.stop) for each in local_ranges(parameter)[:-1])
+        return scales[own][..., None]
+
+    def _sides(self, parameter: Tensor) -> tuple[int, int]:
+        """Rows and columns of each of a parameter's matrices."""
+        rows, columns = parameter.shape[-2:]
+        return rows // self._stacked[parameter] if parameter.ndim == 2 else rows, columns
+
+    def _move(self, parameter: Tensor, update: Tensor, scales: Tensor | None, group: Mapping[str, Any]) -> None:
         weight = local_part(parameter.detach())
         key = self._keys.get(parameter)
         moved = weight.float() if key else weight
-        rows, columns = parameter.shape[-2:]
-        if parameter.ndim == 2:
-            rows //= self._stacked[parameter]
-        # Updates as large as AdamW's, so that one learning rate fits both (Liu et al., section 2.2).
-        scale = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
         update = update.to(moved.device, moved.dtype)
         decay([moved], [update], group["lr"] * group["weight_decay"], self._is_cautious)
-        moved.sub_(update * scale)
+        scale = _ROOT_MEAN_SQUARE * math.sqrt(max(self._sides(parameter))) if scales is None else scales
+        moved.sub_(update * (scale * group["lr"]))
         if key:
             state = self.state[parameter]
             state["step"] += 1
@@ -153,6 +191,12 @@ def _key_of(parameter: Tensor, key: Key) -> Key:
         return key
     first = key.part.first // n * n  # the part may be a tensor-parallel rank's
     return Key(key.word, Part(first, rows=1, run=parameter.numel(), outer=0, inner=0))
+
+
+def _add_up_squares(matrix: Tensor, sums: Tensor) -> None:
+    """Write the sum of squares of each row, (..., rows)."""
+    torch.linalg.vector_norm(matrix, dim=-1, dtype=sums.dtype, out=sums)
+    sums.square_()
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -177,15 +221,21 @@ def _iterated(matrix: Tensor, polynomials: Sequence[Polynomial], margin: float) 
 
 
 class Rule(rule.Rule):
-    """One momentum of each matrix; where weights are rounded stochastically, also the number of its updates."""
+    """One momentum of each matrix, and with NorMuon a number for each row, whole on every rank that has a part of it.
+
+    Where weights are rounded stochastically, also the number of its updates.
+    """
 
     hidden_matrices_only = True
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        momentum = {"momentum_buffer": torch.zeros_like(parameter)}
-        if self.config.rounding == "nearest":
-            return momentum
-        return momentum | {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
+        state = {"momentum_buffer": torch.zeros_like(parameter)}
+        if self.config.neuron_beta is not None:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            state["row_moment"] = torch.zeros(parameter.shape[:-1], dtype=dtype, device=parameter.device)
+        if self.config.rounding == "stochastic":
+            state["step"] = torch.zeros((), device="meta" if parameter.is_meta else "cpu")
+        return state
 
     def without_state(self, groups: list[dict[str, Any]]) -> Muon:
         return Muon(groups, WholeMatrices(self.mesh), self.stacked, self.keys, self.config)

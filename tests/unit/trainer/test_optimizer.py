@@ -316,6 +316,24 @@ def test_muon_moves_weights_in_bfloat16_by_small_steps():
         assert abs(expected[side].mean()) > 2e-3
 
 
+def test_normalized_rows_move_alike():
+    """Orthogonal tall matrices have rows of different lengths; NorMuon without an average makes them equal."""
+    for neuron_beta, spread in ((None, 0.2), (0.0, 1e-6)):
+        weights = {name: Parameter(torch.zeros(96, 16)) for name in ("weight", "without_gradient", "heads")}
+        config = Optimizer(lr=1.0, name="muon", weight_decay=0.0, neuron_beta=neuron_beta)
+        optimizer = build_optimizer(config, list(weights.items()), {"weight": 1, "without_gradient": 1, "heads": 3})
+        weights["weight"].grad = torch.randn(96, 16, generator=torch.Generator().manual_seed(0))
+        weights["without_gradient"].grad = torch.zeros(96, 16)
+        weights["heads"].grad = weights["weight"].grad * torch.linspace(0.1, 5, 96)[:, None]
+        optimizer.step()
+        for name in ("weight", "heads"):
+            moved = weights[name].detach()
+            lengths = moved.norm(dim=1)
+            assert (lengths.std() / lengths.mean() < spread) == (neuron_beta is not None)
+            assert moved.square().mean().sqrt() == pytest.approx(0.2, rel=0.2 if neuron_beta is None else 1e-5)
+        assert not weights["without_gradient"].any()
+
+
 def test_each_update_by_muon_rounds_in_another_way():
     """With the same random bits at every step, an element would always be rounded up, or always down."""
     weight = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
