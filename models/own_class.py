@@ -98,6 +98,12 @@ def _wrong_values(model: Any) -> Iterator[str]:
             )
 
 
+_ASKS_FOR_VALUES = (
+    "; this pass is without memory, so it must not ask for values, as `if mask.any()` does, nor make shapes of them, as "
+    "`x[mask]` does; every rank must issue the same operations, so compute on all rows and choose by torch.where"
+)
+
+
 def try_forward(model: Any, seq_len: int) -> None:
     """Run a model, or stages of a pipeline one after the other, on the meta device, without computing anything.
 
@@ -129,7 +135,7 @@ def try_forward(model: Any, seq_len: int) -> None:
     except Exception as error:
         raise ConfigError(
             f"the forward pass{place}, called as model(tokens, positions=positions, loss=loss), raises "
-            f"{reason_of(error)}"
+            f"{reason_of(error)}{_ASKS_FOR_VALUES if 'meta' in str(error).lower() else ''}"
         ) from None
     if listener.random:
         raise ConfigError(

@@ -100,6 +100,19 @@ class Functional(Good):
         return self.head(torch.nn.functional.dropout(self.embed(tokens), 0.1), loss)
 
 
+class Branching(Good):
+    def forward(self, tokens, positions=None, documents=None, loss=None):
+        return self.head(self.embed(tokens) * (2 if (tokens > 3).any() else 1), loss)
+
+
+class Selecting(Good):
+    def forward(self, tokens, positions=None, documents=None, loss=None):
+        x = self.embed(tokens)
+        x[tokens > 3] *= 2
+        x = x + x[tokens > 3].mean()
+        return self.head(x, loss)
+
+
 class InAttention(Good):
     def forward(self, tokens, positions=None, documents=None, loss=None):
         x = self.embed(tokens)
@@ -234,6 +247,8 @@ def message(job, *words):
         ("wrong_code:NoValues", "has no initial values, which may not depend on the mesh"),
         ("wrong_code:Dropping", "has dropout in drop, whose random numbers would not be the same on every mesh"),
         ("wrong_code:Functional", "the forward pass draws random numbers (aten.bernoulli_.float), as dropout does"),
+        ("wrong_code:Branching", "this pass is without memory, so it must not ask for values, as `if mask.any()` does"),
+        ("wrong_code:Selecting", "this pass is without memory, so it must not ask for values, as `if mask.any()` does"),
         ("wrong_code:InAttention", "the forward pass draws random numbers (aten.bernoulli_.float), as dropout does"),
         ("wrong_code:NoLoss", "does not return what the loss returned"),
         ("my-model:GPT2", 'or string such as "module:Class", got "my-model:GPT2"'),
