@@ -99,8 +99,8 @@ def _wrong_values(model: Any) -> Iterator[str]:
 
 
 _ASKS_FOR_VALUES = (
-    "; this pass is without memory, so it must not ask for values, as `if mask.any()` does, nor make shapes of them, as "
-    "`x[mask]` does; every rank must issue the same operations, so compute on all rows and choose by torch.where"
+    "; this pass is without memory, so it must not ask for values, as `if mask.any()` does, nor make shapes of them, "
+    "as `x[mask]` does; every rank must issue the same operations, so compute on all rows and choose by torch.where"
 )
 
 
