@@ -54,6 +54,11 @@ MESHES = {
     "PP 2 1f1b": (2, "--mesh.pp 2 --pipeline.schedule 1f1b", {"pp (2 ranks): send"}),
     "PP 2 interleaved": (2, "--mesh.pp 2 --pipeline.schedule interleaved_1f1b", {"pp (2 ranks): send"}),
     "owner 2": (2, OWNER, {"dp (2 ranks): broadcast", "dp (2 ranks): allreduce"}),
+    "HSDP 2x2, NorMuon": (
+        4,
+        "--mesh.dp_replicate 2 --optimizer.name muon --optimizer.neuron_beta 0.95",
+        {"dp (4 ranks): alltoall_base", "dp (4 ranks): allreduce"},
+    ),
     "owner 2, Muon": (2, f"{OWNER} --optimizer.name muon", {"dp (2 ranks): broadcast"}),
     "experts, owner 4 x EP 2": (
         4,
