@@ -104,6 +104,9 @@ class Source(Table):
     to a commit when the run begins and then kept."""
     weight: PositiveFloat = 1.0
     """Share of the samples drawn from this source, relative to the other sources."""
+    shuffle: Annotated[bool, only_with("kind", "tokens")] = True
+    """Read the windows in a random order, another one in each epoch; false: in the order of the folder, as for a
+    curriculum."""
     text_key: Annotated[str, only_with("kind", "text", EXAMPLE)] = "text"
     """Field or column that holds the text in files of records and hub rows."""
     document_length: Annotated[PositiveInt | None, only_with("kind", "synthetic", EXAMPLE)] = None

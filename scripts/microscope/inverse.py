@@ -5,16 +5,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.data.lengths import Lengths
-from trainer.data.order import GOLDEN, ROUNDS, Epochs, Mixture, derive_key, mix, walked
+from trainer.data.order import GOLDEN, ROUNDS, Epochs, Mixture, mix, walked
 
 
-def unpermute(value: np.ndarray | int, n: int, key: int) -> np.ndarray:
+def unpermute(value: np.ndarray | int, n: int, key: int | None) -> np.ndarray:
     """The inverse of `order.permute`: the indices that it maps to `value`.
 
     Args:
         value: integers in [0, n), any shape.
         n: size of the domain, at least 1.
-        key: 64-bit key.
+        key: 64-bit key, or None.
 
     Returns:
         int64 array of the shape of `value`.
@@ -40,8 +40,7 @@ def _round_key(key: np.ndarray, number: int) -> np.ndarray:
 
 def ordinals(epochs: Epochs, windows: np.ndarray, epoch: int) -> np.ndarray:
     """The inverse of `Epochs.window`: which sample of its source reads each window in an epoch; int64."""
-    key = derive_key("epoch", epochs.seed, epochs.name, epoch)
-    return epoch * epochs.n_windows + unpermute(windows, epochs.n_windows, key)
+    return epoch * epochs.n_windows + unpermute(windows, epochs.n_windows, epochs.key(epoch))
 
 
 def ordinals_after(lengths: Lengths, epochs: Epochs, inputs: np.ndarray, end: int) -> Iterator[tuple[int, int]]:

@@ -10,11 +10,14 @@ from contextlib import closing
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.reading.toml_text import value_text
 from configs.schema import Config, Source
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
 
-_WEIGHT = Source.model_fields["weight"].default  # of a source in [[stages]], which are stored as they were written
+# Defaults of a source in [[stages]], which are stored as they were written.
+_WEIGHT = Source.model_fields["weight"].default
+_SHUFFLE = Source.model_fields["shuffle"].default
 
 
 def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -44,10 +47,10 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
         order = _order_at(config, next_sample, start=start)
         if order == then:
             return data
-        _require_same_windows(then, names, order, following, config)
+        _require_same_windows(then, sources, order, following, config)
         order = _order_at(config, next_sample, start=following)
     else:  # the windows are others in any case, so the content is compared
-        _require_same_windows(then, names, None, following, config)
+        _require_same_windows(then, sources, None, following, config)
         order = _order_at(config, next_sample, start=following, states=data["sources"])
     return {**data, "order": order, "start": following.to_json()}
 
@@ -59,17 +62,18 @@ def _order_at(config: Config, next_sample: int, **position: Any) -> dict[str, An
 
 
 def _require_same_windows(
-    then: dict[str, Any], names: Sequence[str], now: dict[str, Any] | None, start: Start, config: Config
+    then: dict[str, Any], before: Sequence[dict[str, Any]], now: dict[str, Any] | None, start: Start, config: Config
 ) -> None:
     """Raise ConfigError if the windows of a source that is partly read have changed, or their order.
 
     Args:
-        then, names: the order of the checkpoint's samples, and its sources.
+        then, before: the order of the checkpoint's samples, and its sources, as JSON.
         now, config: the new order and its job; None: windows have another length, so that all are others.
         start: where it takes over.
     """
     sources = config.data.sources
-    old = _layouts(then, names)
+    old = _layouts(then, [source["name"] for source in before])
+    shuffled = {source["name"]: source.get("shuffle", _SHUFFLE) for source in before}
     new = _layouts(now, [source.name for source in sources]) if now else {}
     seeds = then["training.seed"], config.training.seed
     for source in sources:
@@ -77,8 +81,10 @@ def _require_same_windows(
         if source.kind == "synthetic" or not start.read.get(name):
             continue
         reason = ""
-        if seeds[0] != seeds[1]:
+        if seeds[0] != seeds[1] and source.shuffle:
             reason = f"training.seed: {seeds[0]} -> {seeds[1]}"
+        elif shuffled.get(name, source.shuffle) != source.shuffle:
+            reason = f"shuffle: {value_text(shuffled[name])} -> {value_text(source.shuffle)}"
         elif name in old and name in new and old[name] != new[name]:
             reason = f"{old[name]} -> {new[name]}"
         if reason:

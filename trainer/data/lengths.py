@@ -64,7 +64,7 @@ class Whole:
 class Rest:
     """The windows of a stream that were not read, and what is behind the last whole one."""
 
-    def __init__(self, stream: Stream, seq_len: int, n_read: int, key: int) -> None:
+    def __init__(self, stream: Stream, seq_len: int, n_read: int, key: int | None) -> None:
         """Leave out the first `n_read` of the stream's windows in the order that `key` gives them."""
         self._stream = stream
         self._seq_len = seq_len
@@ -124,11 +124,11 @@ class Lengths:
     Every input of the source is read once in an epoch, but for the last `seq_len` - 1 or fewer that remain of it.
     """
 
-    def __init__(self, name: str, n_inputs: int, seed: int, seq_len: int, earlier: Sequence[Read]) -> None:
+    def __init__(self, name: str, n_inputs: int, seed: int | None, seq_len: int, earlier: Sequence[Read]) -> None:
         """Order the windows of `seq_len` inputs that follow those read before.
 
         Args:
-            name, seed: give each epoch an order of its own.
+            name, seed: give each epoch an order of its own; without a seed, windows come as they lie.
             n_inputs: tokens of the source that have a next one; at least one window of each length.
             seq_len: length of the windows now.
             earlier: how far it was read with windows of other lengths, in the order of the run; not empty.
@@ -192,7 +192,9 @@ def _epoch_and_cuts(n_inputs: int, earlier: Sequence[Read]) -> tuple[int, list[t
     return epoch, cuts
 
 
-def _key(name: str, seed: int, epoch: int, depth: int) -> int:
+def _key(name: str, seed: int | None, epoch: int, depth: int) -> int | None:
     """The key of an epoch's order; after changes of the length within the epoch, another one."""
+    if seed is None:
+        return None
     parts = ("epoch", seed, name, epoch)
     return derive_key(*parts, depth) if depth else derive_key(*parts)

@@ -450,8 +450,13 @@ def _build_source(
                 f"{source.path}: packed for training.seq_len = {packed}, but the job has {seq_len}; its documents fit "
                 f"windows of that length only: set training.seq_len = {packed}, or prepare the text again"
             )
+        if packed is not None and not source.shuffle:
+            raise UserError(
+                f"{source.path}: packed by best fit, longest documents first, so with shuffle = false "
+                f'"{source.name}" would not have the order of its text; prepare it without packing, or leave shuffle out'
+            )
         kind = TokenSource if packed is None else PackedSource
-        return kind(source.name, folder, seq_len, seed, validation, earlier)
+        return kind(source.name, folder, seq_len, seed, validation, earlier, source.shuffle)
     assert tokenizer is not None
     return TextSource(source.path, source.text_key, tokenizer, seq_len, not validation, state, earlier)
 

@@ -32,7 +32,7 @@ def derive_key(*parts: str | int) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(parts).encode())
 
 
-def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarray:
+def permute(index: np.ndarray | int, n: int, key: np.ndarray | int | None) -> np.ndarray:
     """Map `index` by a keyed pseudo-random permutation of [0, n).
 
     An alternating Feistel network over the next power of two. Results outside [0, n) are sent through again until they
@@ -42,7 +42,7 @@ def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarra
     Args:
         index: integers in [0, n), any shape.
         n: size of the domain, at least 1.
-        key: 64-bit key, or one for each index.
+        key: 64-bit key, or one for each index; None: the order that they have.
 
     Returns:
         int64 array of the shape of `index`.
@@ -51,9 +51,14 @@ def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarra
 
 
 def walked(
-    once: Callable[[np.ndarray, int, np.ndarray], np.ndarray], index: np.ndarray | int, n: int, key: np.ndarray | int
+    once: Callable[[np.ndarray, int, np.ndarray], np.ndarray],
+    index: np.ndarray | int,
+    n: int,
+    key: np.ndarray | int | None,
 ) -> np.ndarray:
     """Send `index` through a keyed bijection of a power of two until it is in [0, n); the rest as for `permute`."""
+    if key is None:
+        return np.asarray(index, dtype=np.int64)
     value, keys = np.broadcast_arrays(np.asarray(index, dtype=np.uint64), np.asarray(key, dtype=np.uint64))
     shape = value.shape
     value = value.ravel()
@@ -91,17 +96,23 @@ def mix(value: np.ndarray) -> np.ndarray:
 class Epochs:
     """The order of a source's windows: every window once per epoch, in a different order in each epoch."""
 
-    def __init__(self, name: str, n_windows: int, seed: int) -> None:
-        """Order the `n_windows` windows of source `name` under the run's seed."""
+    def __init__(self, name: str, n_windows: int, seed: int | None) -> None:
+        """Order the `n_windows` windows of source `name` under the run's seed; None: as they lie, in each epoch."""
         self.name = name
         self.n_windows = n_windows
         self.seed = seed
 
+    def key(self, epoch: int) -> int | None:
+        """The key of an epoch's order; None: as the windows lie."""
+        return None if self.seed is None else derive_key("epoch", self.seed, self.name, epoch)
+
     def window(self, ordinal: np.ndarray) -> np.ndarray:
         """The window read as the source's `ordinal`-th sample; int64 of the same shape."""
         epoch, index = np.divmod(ordinal, self.n_windows)
+        if self.seed is None:
+            return index
         epochs, which = np.unique(epoch, return_inverse=True)
-        keys = np.array([derive_key("epoch", self.seed, self.name, int(e)) for e in epochs], dtype=np.uint64)
+        keys = np.array([self.key(int(e)) for e in epochs], dtype=np.uint64)
         return permute(index, self.n_windows, keys[which.reshape(epoch.shape)])
 
 

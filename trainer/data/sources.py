@@ -80,11 +80,13 @@ class TokenSource:
         seed: int,
         once: bool = False,
         earlier: Sequence[Sequence[int]] = (),
+        shuffle: bool = True,
     ) -> None:
         """Read `folder` in epochs keyed by (seed, name).
 
         Args:
             name, folder, seq_len, seed: as said.
+            shuffle: False: read the windows as they lie, in each epoch.
             earlier: how far it was read with windows of other lengths; the fields of each `lengths.Read`.
             once: read a single epoch, in the same order under every seed, for validation. It is shuffled as well,
                 because the first windows of a folder are neighbors, and not a fair sample of it.
@@ -104,15 +106,17 @@ class TokenSource:
         self._seq_len = seq_len
         self._once = once
         self._epoch = 0
-        self.epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
-        self.lengths = Lengths(name, self._n_inputs, seed, seq_len, reads) if reads else None
+        order_seed = (0 if once else seed) if shuffle else None
+        self.epochs = Epochs(name, self.n_windows, order_seed)
+        self.lengths = Lengths(name, self._n_inputs, order_seed, seq_len, reads) if reads else None
         """The order in place of `epochs`, if the source was read with windows of other lengths; otherwise None."""
 
     @property
     def layout(self) -> str:
-        """The number of windows, which an epoch permutes."""
+        """The number of windows, and whether an epoch permutes them."""
         rest = f", {self.lengths.n_rest} of the rest of an epoch" if self.lengths else ""
-        return f"{self.n_windows} {self.layout_name}{rest}"
+        order = ", not shuffled" if self.epochs.seed is None else ""
+        return f"{self.n_windows} {self.layout_name}{rest}{order}"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The first input of each window; implements `SampleSource`.

@@ -128,6 +128,26 @@ def test_a_source_that_is_partly_read_keeps_its_order(corpus):
         forked_position(position, first.model_dump(mode="json"), job(corpus, {"web": 1.0, "books": 1.0}, seed=4))
 
 
+def unshuffled(config):
+    """The job, with its first source as it lies."""
+    config.data.sources[0].__dict__["shuffle"] = False
+    return config
+
+
+@pytest.mark.parametrize("seq_len", [SEQ_LEN, SEQ_LEN // 2])
+def test_a_source_that_is_partly_read_is_shuffled_on_or_not(corpus, seq_len):
+    """It has no order to keep if it is not, so the seed may change."""
+    first = unshuffled(job(corpus, {"web": 3.0, "code": 1.0}))
+    rows, position = read(first, BEGINNING, 5)
+    before = first.model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"'web' has been read \(15 sequences\).*\(shuffle: false -> true\)"):
+        forked_position(position, before, job(corpus, {"web": 1.0}, seq_len=seq_len))
+    other = unshuffled(job(corpus, {"web": 1.0}, seq_len=seq_len, seed=4))
+    rows = [token for token in rows if token < 20] + read(other, forked_position(position, before, other), 2)[0]
+    n_halves = SEQ_LEN // seq_len
+    assert rows == [*range(15), *((15 + number // n_halves) % 20 for number in range(8))]
+
+
 def test_a_source_that_is_partly_read_goes_on_in_shorter_sequences(corpus):
     """The 8 of 23 windows of `web` that are left are read as 16 of half the length, before the next epoch."""
     first = job(corpus, {"web": 3.0, "code": 1.0})

@@ -118,7 +118,8 @@ def train(plan, sizes, seed, masked):
         mixture = Mixture(list(weights), list(weights.values()), seed, start)
         own = [every[name] for name in weights]
         sources = [
-            each.kind(each.name, each.folder, seq_len, seed, earlier=start.lengths.get(each.name, ())) for each in own
+            each.kind(each.name, each.folder, seq_len, seed, False, start.lengths.get(each.name, ()), seed % 3 > 0)
+            for each in own
         ]
         samples = start.sample + np.arange(n_samples)
         of, ordinals = mixture.locate(samples)
@@ -169,14 +170,15 @@ def test_no_input_is_repeated_or_left_out_in_random_plans(n_plans):
     assert epochs > 2
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("name", ["a", "packed"])
-def test_the_samples_that_train_on_a_token_are_found(name):
+def test_the_samples_that_train_on_a_token_are_found(name, shuffle):
     """After changes of the length, and backward from the token; see `keel data find`."""
     dice = random.Random(name)
     for seed in range(12):
         own = Source(name, dice.randint(30, 60))
         earlier = [(PACKED_FOR, dice.randint(1, 9)), (dice.randint(1, 8), 12)][: dice.randint(1, 2)]
-        source = own.kind(name, own.folder, dice.randint(2, 8), seed, earlier=earlier)
+        source = own.kind(name, own.folder, dice.randint(2, 8), seed, earlier=earlier, shuffle=shuffle)
         first, end = earlier[-1][1], earlier[-1][1] + 60
         trained = {token: [] for token in range(own.n_tokens)}
         for ordinal in range(first, end):
@@ -188,6 +190,23 @@ def test_the_samples_that_train_on_a_token_are_found(name):
         for token, uses in trained.items():
             inputs = source.inputs_before(token, token + 1)
             assert list(ordinals_after(source.lengths, source.epochs, inputs, end)) == uses
+
+
+def test_a_source_that_is_not_shuffled_is_read_token_by_token():
+    """In each epoch from its beginning; where the length of the sequences changes, from the next token on."""
+    earlier = []
+    inputs = []
+    first = 0
+    for seq_len, until in ((4, 30), (8, 33), (3, 60)):
+        source = TokenSource("a", Numbers(103), seq_len, seed=1, earlier=earlier, shuffle=False)
+        for address in source.addresses(np.arange(first, until)).tolist():
+            tokens = np.zeros(seq_len + 1, dtype=np.int64)
+            source.read(address, tokens, None)
+            inputs += tokens[:-1].tolist()
+        earlier.append((seq_len, until))
+        first = until
+    # 30 windows of 4, of which 25 are the first epoch's; 3 of 8; the 58 inputs that are left have 19 whole windows of 3.
+    assert inputs == [*range(100), *range(20 + 24 + 57), *range(24)]
 
 
 def test_a_source_that_was_left_out_meanwhile_goes_on_in_its_windows():

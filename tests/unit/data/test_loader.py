@@ -142,6 +142,23 @@ def test_samples_are_those_of_the_definition(corpus):
     assert ordinals["code"] > 4 * 6
 
 
+@pytest.mark.parametrize(("first", "then"), [(1, 4), (4, 2)])
+def test_windows_that_are_not_shuffled_come_as_they_lie(corpus, first, then):
+    """In each epoch, on any number of ranks, after a resume, and beside a source that is shuffled."""
+    sources = [source.model_dump() for source in config(corpus, kinds=("tokens",)).data.sources]
+    sources[1]["shuffle"] = False
+    job = config(corpus, data={"sources": sources})
+    content, _, _ = run(job, first, 0, 7)
+    content |= run(job, then, 7 * GLOBAL_BATCH, 3)[0]
+    drawn, _ = Mixture(["web", "code"], [3.0, 1.0], SEED).locate(np.arange(10 * GLOBAL_BATCH))
+    found = [content[sample] for sample in np.flatnonzero(drawn == 1).tolist()]
+    tokens = np.load(corpus / "code.npy")
+    n_windows = (len(tokens) - 1) // SEQ_LEN
+    starts = [SEQ_LEN * (number % n_windows) for number in range(len(found))]
+    assert found == [tokens[start : start + SEQ_LEN + 1].tolist() for start in starts]
+    assert len(found) > 3 * n_windows
+
+
 def test_an_epoch_has_every_window_once(corpus):
     one_source = {"sources": [{"name": "code", "kind": "tokens", "path": str(corpus / "code")}]}
     content, _, _ = run(config(corpus, data=one_source, training=training(6)), 2, 0, 5)

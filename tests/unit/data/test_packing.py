@@ -192,6 +192,13 @@ def test_padding_counts_in_no_loss(corpus, mask):
     assert n_padded > 3
 
 
+def test_a_packed_source_in_the_order_of_its_text_is_refused(corpus):
+    config = job(corpus)
+    config.data.sources[0].__dict__["shuffle"] = False
+    with pytest.raises(UserError, match=r"train: packed by best fit, longest documents first, so with shuffle = false"):
+        build_loader(config, 0, 1, 0)
+
+
 def test_another_seq_len_is_refused_with_the_reason(corpus):
     with pytest.raises(UserError, match=r"train: packed for training.seq_len = 16, but the job has 8"):
         build_loader(job(corpus, seq_len=8), 0, 1, 0)

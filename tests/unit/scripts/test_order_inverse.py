@@ -20,7 +20,7 @@ def test_permutation(n, key, data):
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 500), st.integers(0, 2**31), st.integers(0, 5))
+@given(st.integers(1, 500), st.none() | st.integers(0, 2**31), st.integers(0, 5))
 def test_epochs(n_windows, seed, epoch):
     epochs = Epochs("text", n_windows, seed)
     every = epoch * n_windows + np.arange(n_windows)
