@@ -453,7 +453,7 @@ def _build_source(
         if packed is not None and not source.shuffle:
             raise UserError(
                 f"{source.path}: packed by best fit, longest documents first, so with shuffle = false "
-                f'"{source.name}" would not have the order of its text; prepare it without packing, or leave shuffle out'
+                f'"{source.name}" would not have the order of its text; prepare it without packing, or leave it out'
             )
         kind = TokenSource if packed is None else PackedSource
         return kind(source.name, folder, seq_len, seed, validation, earlier, source.shuffle)

@@ -205,7 +205,7 @@ def test_a_source_that_is_not_shuffled_is_read_token_by_token():
             inputs += tokens[:-1].tolist()
         earlier.append((seq_len, until))
         first = until
-    # 30 windows of 4, of which 25 are the first epoch's; 3 of 8; the 58 inputs that are left have 19 whole windows of 3.
+    # 30 windows of 4, of which 25 are the first epoch's; 3 of 8; of the 58 inputs that are left, 19 windows of 3.
     assert inputs == [*range(100), *range(20 + 24 + 57), *range(24)]
 
 
