@@ -452,8 +452,8 @@ def _build_source(
             )
         if packed is not None and not source.shuffle:
             raise UserError(
-                f"{source.path}: packed by best fit, longest documents first, so with shuffle = false "
-                f'"{source.name}" would not have the order of its text; prepare it without packing, or leave it out'
+                f"{source.path}: packed by best fit, longest documents first, so with shuffle = false the source would "
+                "not have the order of its text; prepare the folder without packing, or leave shuffle out"
             )
         kind = TokenSource if packed is None else PackedSource
         return kind(source.name, folder, seq_len, seed, validation, earlier, source.shuffle)
