@@ -91,7 +91,8 @@ class View:
         folder = TokenFolder(place, self._config.model.vocab_size, check_content=is_packed)
         kind = PackedSource if is_packed else TokenSource
         earlier = self.start.lengths.get(name, ())
-        return kind(name, folder, self.seq_len, self._config.training.seed, earlier=earlier)
+        shuffle = self.sources[name].shuffle
+        return kind(name, folder, self.seq_len, self._config.training.seed, earlier=earlier, shuffle=shuffle)
 
 
 class RunData:

@@ -62,6 +62,7 @@ def run(tmp_path_factory) -> Path:
     write_mark(folder / "packed", SEQ_LEN)
     sources = "".join(
         f'[[data.sources]]\nname = "{name}"\nkind = "tokens"\nweight = {weight}\npath = "{folder / name}"\n'
+        + "shuffle = false\n" * (name == "large")
         for name, weight in (("small", 0.4), ("large", 0.3), ("packed", 0.1))
     )
     job = JOB.replace(
