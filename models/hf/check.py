@@ -75,7 +75,7 @@ def require_positions(config: Config) -> None:
 
 def depends_on_longest(model: nn.Module) -> bool:
     """Whether a sequence's logits depend on the longest sequence of its batch, by its rotary frequencies."""
-    return isinstance(model, HfCausalLm) and _limit_of_positions(model.family) > 0
+    return isinstance(model, HfCausalLm) and (bool(model.rotations) or _limit_of_positions(model.family) > 0)
 
 
 def _why_not_split(config: Config, model: HfModel) -> str:

@@ -14,7 +14,8 @@ Five things are Keel's:
 * Stacked experts compute by grouped products (`experts.py`), alike on every mesh.
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory (`initial_values.py`). So no mesh changes the values.
-* Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
+* Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device. Frequencies
+  that depend on the length of sequences are those of each forward pass alone (`rotation.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ from models.hf.experts import compute_experts_in_groups, give_all_a_gradient
 from models.hf.family import built
 from models.hf.initial_values import Initializer
 from models.hf.names import Names
+from models.hf.rotation import DynamicRotations
 from models.hf.stages import Cuts, StageEnd, find_cuts, without_tensors
 
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
@@ -68,6 +70,7 @@ class HfCausalLm(nn.Module):
         from models.hf.attention import register
 
         register(family, config)
+        self.rotations = DynamicRotations(family)
         self.names = Names(family, config)
         self._experts = compute_experts_in_groups(family, self.names.blocks)
         give_all_a_gradient(family, self.names.blocks, self._experts.names)
@@ -110,6 +113,7 @@ class HfCausalLm(nn.Module):
         """
         from models.hf.attention import reading
 
+        self.rotations.set_length(tokens.shape[1])  # where that matters, the check refuses parts and documents
         self._loss = loss
         given = {"input_ids": tokens, "position_ids": positions}
         has_parts = self._has_parts()

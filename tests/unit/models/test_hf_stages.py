@@ -17,6 +17,10 @@ BOUND = 1e-11
 UNTIED = {"tie_word_embeddings": False}
 FAMILIES = {
     **{"llama": {}, "qwen3": UNTIED, "gpt2": UNTIED, "gemma3_text": UNTIED, "mixtral": {}, "deepseek_v3": {}},
+    "llama of any length": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        "max_position_embeddings": 8,
+    },
     "granite": {"embedding_multiplier": 6.0, **UNTIED},
     "opt": {"ffn_dim": 96, "dropout": 0.0, "word_embed_proj_dim": 32, **UNTIED},
     "gpt_neox": {},
@@ -25,11 +29,13 @@ FAMILIES = {
     "ctrl": {"n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **UNTIED},
 }
 """OPT has learned positions and projections at both ends; Granite scales its embeddings outside of any module. Bloom
-computes in the type of its embeddings' norm. CTRL changes its embeddings in place, on stages without them, too."""
+computes in the type of its embeddings' norm. CTRL changes its embeddings in place, on stages without them, too. Dynamic
+frequencies depend on the length of the sequences."""
 
 
 def model_of(tmp_path, family, **fields):
-    config = load("debug.toml", words(write_config(tmp_path / family, family, **fields)), world_size=1).config
+    folder = write_config(tmp_path / family, family.partition(" ")[0], **fields)
+    config = load("debug.toml", words(folder), world_size=1).config
     with torch.device("meta"):
         return build_model(config.model).double()
 

@@ -16,6 +16,7 @@ from configs.errors import UserError
 from configs.load import load
 from configs.schema import Model
 from models import build_model
+from models.hf.family import built
 from parallelisms.init import materialize
 from scripts.sample import _Texts
 from scripts.sampling.cache import CachedModel
@@ -175,17 +176,30 @@ def test_a_familys_head_may_have_a_bias_or_softcapping(tmp_path, family, fields)
     torch.testing.assert_close(CachedModel(model, CPU).start(texts, 12), expected, rtol=0, atol=1e-6)
 
 
+FIRST_LENGTH = {"original_max_position_embeddings": 8}
+PHI3 = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 8}
+
+
 @NEEDS_TRANSFORMERS
-def test_a_text_does_not_depend_on_longer_ones_where_frequencies_do(tmp_path):
-    """Phi-3's are others for all of a batch that has a sequence beyond its first length."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    rope |= {"original_max_position_embeddings": 8, "partial_rotary_factor": 1.0}
-    fields = {"rope_parameters": rope, "original_max_position_embeddings": 8}
-    model = of_family(tmp_path, "phi3", **fields)
-    texts = prompts_of((6, 20))
-    with torch.no_grad():
-        expected = torch.stack([model.family(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
-    torch.testing.assert_close(CachedModel(model, CPU).start(texts, 24), expected, rtol=0, atol=1e-6)
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("phi3", {"rope_parameters": PHI3 | FIRST_LENGTH | {"partial_rotary_factor": 1.0}} | FIRST_LENGTH),
+        ("llama", DYNAMIC),
+    ],
+)
+def test_a_text_does_not_depend_on_longer_ones_where_frequencies_do(tmp_path, family, fields):
+    """Phi-3's are others for all of a batch that has a longer sequence; transformers' dynamic ones also after it."""
+    model = of_family(tmp_path, family, **fields)
+    theirs = built(model.config).double()
+    theirs.load_state_dict(model.state_dict())
+    texts = prompts_of((6, 8, 13, 20))
+    with torch.no_grad():  # no text comes after a longer one
+        expected = torch.stack([theirs(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
+    cached = CachedModel(model, CPU)
+    torch.testing.assert_close(cached.start(texts, 24), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(cached.start(texts[::-1], 24), expected.flip(0), rtol=0, atol=1e-6)
 
 
 def texts_of(name, lengths, batch_size, max_tokens=8, seq_len=64, eos_id=None, distribution=None):
