@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.storage import FolderStorage
-from configs.errors import mistakes_of_the_job
+from configs.errors import KeelError, mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_stages import TABLES, RunStage, largest_first, stage_of_position
@@ -111,9 +111,9 @@ class Opened:
             """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
             read: dict[str, int] = {}
-            for stage in self.stages:
+            for number, stage in enumerate(self.stages, 1):
                 if stage.first_step > self.stage.first_step:
-                    on_rank_zero(None, partial(_try_data, stage.config, Start(read=dict(read))))
+                    on_rank_zero(None, partial(_try_data, number, stage, Start(read=dict(read))))
                 read |= {source.name: 0 for source in stage.config.data.sources}
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:
@@ -130,16 +130,25 @@ class Opened:
         self.validation = Validation(self.stage.config, self.mesh)
 
 
-def _try_data(config: Config, start: Start) -> None:
+def _try_data(number: int, stage: RunStage, start: Start) -> None:
     """Open and close the data of a later stage, so that what is too short shows now and not at its border.
 
     Args:
-        config: its job.
+        number: the stage's, from 1.
+        stage: it.
         start: names the sources of earlier stages.
+
+    Raises:
+        KeelError: the data is at fault; the message says in which stage.
     """
-    build_loader(config, 0, 1, start_sample=0, start=start).close()
-    if config.validation.interval:
-        build_loader(config, 0, 1, start_sample=0, validation=True).close()
+    config = stage.config
+    try:
+        build_loader(config, 0, 1, start_sample=0, start=start).close()
+        if config.validation.interval:
+            build_loader(config, 0, 1, start_sample=0, validation=True).close()
+    except KeelError as error:
+        # Its lengths are not those of the job's own tables, which the message would seem to mean.
+        raise type(error)(f"stage {number}, from step {stage.first_step:,} on: {error}") from None
 
 
 def _as_opened(stage: RunStage, config: Config) -> RunStage:
