@@ -361,7 +361,11 @@ def test_a_run_that_has_the_removed_key_virtual_shards_goes_on(corpus):
             "web",
             "data.sources.1: code, 171 of 1024 samples, 6 windows -> code, 171 of 1024 samples, 20 w",
         ),
-        ("data.1.shuffle", False, "code, 171 of 1024 samples, 6 windows -> code, 171 of 1024 samples, 6 windows, not s"),
+        (
+            "data.1.shuffle",
+            False,
+            "data.sources.1: code, 171 of 1024 samples, 6 windows -> code, 171 of 1024 samples, 6 windows, not s",
+        ),
         ("data.3", {"name": "new", "kind": "synthetic"}, "data.sources.3: (none) -> new, "),
     ],
 )
