@@ -38,7 +38,7 @@ class DynamicRotations:
             if seq_len > module.original_max_seq_len:
                 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-                length = torch.tensor(seq_len, device=frequencies.device)
+                length = torch.full((), seq_len, device=frequencies.device)  # a copy from the host would wait
                 compute = ROPE_INIT_FUNCTIONS[_KIND]
                 frequencies, _ = compute(module.config, frequencies.device, seq_len=length, layer_type=layers)
             setattr(module, f"{prefix}inv_freq", frequencies.clone())
