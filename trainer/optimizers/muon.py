@@ -161,7 +161,7 @@ class Muon(TrainingOptimizer):
         norms = (squares * inverse.square()).view(-1, rows).sum(1, dtype=torch.float64).sqrt()
         # Each matrix is scaled as a whole to the root mean square that it has without normalized rows.
         scale = _ROOT_MEAN_SQUARE * math.sqrt(rows * columns) / norms.clamp(min=_SMALLEST_NORM)
-        scales = (inverse.view(-1, rows) * scale[:, None]).view_as(inverse)
+        scales = (inverse.view(-1, rows) * scale[:, None].to(inverse.dtype)).view_as(inverse)
         own = tuple(slice(each.start, each.stop) for each in local_ranges(parameter)[:-1])
         return scales[own][..., None]
 
