@@ -67,7 +67,7 @@ def _require_supported(config: Config) -> None:
         _require_features(config.mesh.tp, skeleton(config.model))
     if config.mesh.pp > 1 and plan.why_no_pipeline:
         raise ConfigError(
-            f"mesh.pp is {config.mesh.pp}, but {plan.why_no_pipeline}; or set pp = 1, and dp_shard or tp for the ranks"
+            f"mesh.pp is {config.mesh.pp}, but {plan.why_no_pipeline}; with pp = 1, dp_shard or tp take the ranks"
         )
     if config.mesh.ep > 1:
         _require_distributable(config.mesh.ep, skeleton(config.model))
