@@ -33,7 +33,7 @@ class OwnedParameter:
         self._cut_when_seen = cut_of(parameter, [dim for dim in dimensions if dim not in within_matrices])
         self.plain = Parameter(self._seen(parameter).clone() if rounds_to else self._seen(parameter))
         """The tensor that the optimizer updates."""
-        self._shapes = self.plain.shape, self.plain.shape[:-1]
+        self._has_rows = updated_whole
         self._known_version = -1
 
     def _seen(self, tensor: Tensor) -> Tensor:
@@ -90,16 +90,19 @@ class OwnedParameter:
     def placed(self, value: Any) -> Any:
         """Turn a value of the optimizer's state into a DTensor, with its place in the whole; a count stays as it is.
 
-        It has a number for each element of the parameter as the optimizer sees it, or for each row of its matrices.
+        It has a number for each element of the parameter as the optimizer sees it, or for each row of whole matrices.
         """
-        is_of_parameter = isinstance(value, Tensor) and value.shape in self._shapes
-        return placed(value, self._cut_when_seen) if is_of_parameter else value
+        return placed(value, self._cut_when_seen) if self._is_of(self.plain.shape, value) else value
 
     def taken_from(self, value: Any) -> Any:
         """This rank's part of a tensor for the whole parameter; the inverse of `placed`."""
-        shape = self._parameter.shape
-        is_of_parameter = isinstance(value, Tensor) and value.shape in (shape, shape[:-1])
-        return own_part(value, self._cut_when_seen) if is_of_parameter else value
+        return own_part(value, self._cut_when_seen) if self._is_of(self._parameter.shape, value) else value
+
+    def _is_of(self, shape: torch.Size, value: Any) -> bool:
+        """Whether a value has a number for each element of a shape, or each row, and not one for all (a count)."""
+        # Rows that other axes cut have no numbers here: a vector would then take its count for them.
+        shapes = (shape, shape[:-1]) if self._has_rows else (shape,)
+        return isinstance(value, Tensor) and value.shape in shapes
 
     @torch.no_grad()
     def load_master(self, master: Tensor | None) -> None:
