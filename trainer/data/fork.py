@@ -15,9 +15,7 @@ from configs.schema import Config, Source
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
 
-# Defaults of a source in [[stages]], which are stored as they were written.
-_WEIGHT = Source.model_fields["weight"].default
-_SHUFFLE = Source.model_fields["shuffle"].default
+_WEIGHT = Source.model_fields["weight"].default  # of a source in [[stages]], which are stored as they were written
 
 
 def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -47,10 +45,10 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
         order = _order_at(config, next_sample, start=start)
         if order == then:
             return data
-        _require_same_windows(then, sources, order, following, config)
+        _require_same_windows(data, names, order, following, config)
         order = _order_at(config, next_sample, start=following)
     else:  # the windows are others in any case, so the content is compared
-        _require_same_windows(then, sources, None, following, config)
+        _require_same_windows(data, names, None, following, config)
         order = _order_at(config, next_sample, start=following, states=data["sources"])
     return {**data, "order": order, "start": following.to_json()}
 
@@ -62,29 +60,30 @@ def _order_at(config: Config, next_sample: int, **position: Any) -> dict[str, An
 
 
 def _require_same_windows(
-    then: dict[str, Any], before: Sequence[dict[str, Any]], now: dict[str, Any] | None, start: Start, config: Config
+    data: dict[str, Any], names: Sequence[str], now: dict[str, Any] | None, start: Start, config: Config
 ) -> None:
     """Raise ConfigError if the windows of a source that is partly read have changed, or their order.
 
     Args:
-        then, before: the order of the checkpoint's samples, and its sources, as JSON.
+        data, names: the position of the checkpoint, and the sources of its mixture.
         now, config: the new order and its job; None: windows have another length, so that all are others.
         start: where it takes over.
     """
     sources = config.data.sources
-    old = _layouts(then, [source["name"] for source in before])
-    shuffled = {source["name"]: source.get("shuffle", _SHUFFLE) for source in before}
+    old = _layouts(data["order"], names)
     new = _layouts(now, [source.name for source in sources]) if now else {}
-    seeds = then["training.seed"], config.training.seed
     for source in sources:
         name = source.name
         if source.kind == "synthetic" or not start.read.get(name):
             continue
+        # Token files record their seed, also those that only an earlier mixture has read, under another one.
+        before = data["sources"].get(name, {}).get("order_seed", data["order"]["training.seed"])
+        after = config.training.seed if source.shuffle else None
         reason = ""
-        if seeds[0] != seeds[1] and source.shuffle:
-            reason = f"training.seed: {seeds[0]} -> {seeds[1]}"
-        elif shuffled.get(name, source.shuffle) != source.shuffle:
-            reason = f"shuffle: {value_text(shuffled[name])} -> {value_text(source.shuffle)}"
+        if None in (before, after) and before != after:
+            reason = f"shuffle: {value_text(before is not None)} -> {value_text(source.shuffle)}"
+        elif before != after:
+            reason = f"training.seed: {before} -> {after}"
         elif name in old and name in new and old[name] != new[name]:
             reason = f"{old[name]} -> {new[name]}"
         if reason:

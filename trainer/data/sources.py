@@ -213,8 +213,8 @@ class TokenSource:
         return targets
 
     def state(self) -> dict[str, Any]:
-        """The folder's fingerprint; there are no cursors."""
-        return {"fingerprint": self.folder.fingerprint}
+        """The folder's fingerprint, and the seed of the order, None if it is not shuffled; there are no cursors."""
+        return {"fingerprint": self.folder.fingerprint, "order_seed": self.epochs.seed}
 
     def check_unchanged(self) -> None:
         """Check the size and modification time of every file; also done at the start of each epoch."""

@@ -148,6 +148,20 @@ def test_a_source_that_is_partly_read_is_shuffled_on_or_not(corpus, seq_len):
     assert rows == [*range(15), *((15 + number // n_halves) % 20 for number in range(8))]
 
 
+@pytest.mark.parametrize("reason", ["shuffle: false -> true", "training.seed: 3 -> 4"])
+def test_a_source_that_a_mixture_left_out_keeps_its_order(corpus, reason):
+    first = job(corpus, {"web": 3.0, "code": 1.0})
+    seed = 4
+    if reason.startswith("shuffle"):
+        unshuffled(first)
+        seed = 3
+    _, position = read(first, BEGINNING, 5)
+    between = job(corpus, {"books": 1.0}, seed=seed)
+    _, position = read(between, forked_position(position, first.model_dump(mode="json"), between), 1)
+    with pytest.raises(ConfigError, match=rf"'web' has been read \(15 sequences\).*\({reason}\)"):
+        forked_position(position, between.model_dump(mode="json"), job(corpus, {"web": 1.0}, seed=seed))
+
+
 def test_a_source_that_is_partly_read_goes_on_in_shorter_sequences(corpus):
     """The 8 of 23 windows of `web` that are left are read as 16 of half the length, before the next epoch."""
     first = job(corpus, {"web": 3.0, "code": 1.0})
