@@ -99,8 +99,8 @@ class OwnedParameter:
         return own_part(value, self._cut_when_seen) if self._is_of(self._parameter.shape, value) else value
 
     def _is_of(self, shape: torch.Size, value: Any) -> bool:
-        """Whether a value has a number for each element of a shape, or each row, and not one for all (a count)."""
-        # Rows that other axes cut have no numbers here: a vector would then take its count for them.
+        """Whether a value has a number for each element of a shape or, of whole matrices, for each row."""
+        # Of whole matrices alone: without its last dimension, a vector has the shape of a count.
         shapes = (shape, shape[:-1]) if self._has_rows else (shape,)
         return isinstance(value, Tensor) and value.shape in shapes
 

@@ -12,7 +12,8 @@ such as an expert's, stays with one of them as long as that rank has no more tha
 Matrices are exchanged in buckets, by an all-to-all each way. A bucket's matrices arrive while the owners compute the
 one before it, and results leave meanwhile. Parts come from the owner's own replica, and go to all replicas. With E
 elements that N ranks hold as R replicas, all together send E elements to owners and R x E back, less what stays where
-it is. Saving gathers nothing, since the optimizer's state is sharded like the parameters.
+it is. Saving gathers nothing, since the optimizer's state is sharded like the parameters or, where it is a number for
+each row, whole on every rank.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -136,7 +137,7 @@ class WholeMatrices:
             mapped = [function(whole.flatten(end_dim=-2)).view(whole.shape) for whole in wholes]
             if measure:
                 for matrix, result in zip(bucket.own, mapped, strict=True):
-                    measure(result, of_rows[matrix.parameter][_slices(matrix.box[:-1])])
+                    measure(result, of_rows[matrix.parameter][slices(matrix.box[:-1])])
             back = self._send(mapped, bucket.returning, bucket.coming_back, parts[0].dtype, device)
             if coming:
                 coming.unpack(results)
@@ -303,8 +304,8 @@ def _numbers_of_rows(parameters: Collection[Tensor], device: torch.device) -> tu
     return numbers, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index."""
+def slices(box: Sequence[range]) -> tuple[slice, ...]:
+    """A box as an index."""
     return tuple(slice(each.start, each.stop) for each in box)
 
 

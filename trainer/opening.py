@@ -134,8 +134,7 @@ def _try_data(number: int, stage: RunStage, start: Start) -> None:
     """Open and close the data of a later stage, so that what is too short shows now and not at its border.
 
     Args:
-        number: the stage's, from 1.
-        stage: it.
+        number, stage: the stage, and its number, from 1.
         start: names the sources of earlier stages.
 
     Raises:

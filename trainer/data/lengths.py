@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.data.order import Epochs, derive_key, permute
+from trainer.data.order import Epochs, permute
 
 _BLOCK_BITS = 2048
 _PERMUTED_AT_ONCE = 1 << 20
@@ -142,7 +142,8 @@ class Lengths:
         self._n_inputs = n_inputs
         self.n_rest = (n_inputs - sum(length * n_read for length, n_read in self._cuts)) // seq_len
         """Windows of `rest`."""
-        self._keys = [_key(name, seed, self.epoch, depth) for depth in range(len(self._cuts) + 1)]
+        self._keys = [self._whole.key(self.epoch, depth) for depth in range(len(self._cuts) + 1)]
+        """The epoch's order has the first; after each change of the length within it comes another."""
         self.key = self._keys[-1]
         """Gives the order of those windows."""
 
@@ -190,11 +191,3 @@ def _epoch_and_cuts(n_inputs: int, earlier: Sequence[Read]) -> tuple[int, list[t
             cuts.append((read.seq_len, n_read))
             left -= n_read * read.seq_len
     return epoch, cuts
-
-
-def _key(name: str, seed: int | None, epoch: int, depth: int) -> int | None:
-    """The key of an epoch's order; after changes of the length within the epoch, another one."""
-    if seed is None:
-        return None
-    parts = ("epoch", seed, name, epoch)
-    return derive_key(*parts, depth) if depth else derive_key(*parts)

@@ -42,7 +42,7 @@ def permute(index: np.ndarray | int, n: int, key: np.ndarray | int | None) -> np
     Args:
         index: integers in [0, n), any shape.
         n: size of the domain, at least 1.
-        key: 64-bit key, or one for each index; None: the order that they have.
+        key: 64-bit key, or one for each index; None: indices stay as they are.
 
     Returns:
         int64 array of the shape of `index`.
@@ -102,9 +102,12 @@ class Epochs:
         self.n_windows = n_windows
         self.seed = seed
 
-    def key(self, epoch: int) -> int | None:
-        """The key of an epoch's order; None: as the windows lie."""
-        return None if self.seed is None else derive_key("epoch", self.seed, self.name, epoch)
+    def key(self, epoch: int, depth: int = 0) -> int | None:
+        """The key of an epoch's order, another one at each `depth` (see `lengths`); None: as the windows lie."""
+        if self.seed is None:
+            return None
+        parts = ("epoch", self.seed, self.name, epoch)
+        return derive_key(*parts, depth) if depth else derive_key(*parts)
 
     def window(self, ordinal: np.ndarray) -> np.ndarray:
         """The window read as the source's `ordinal`-th sample; int64 of the same shape."""

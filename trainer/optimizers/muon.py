@@ -26,7 +26,7 @@ from configs.schema import Optimizer
 from parallelisms.init import local_ranges
 from parallelisms.part import Part
 from parallelisms.ranks import local_part
-from parallelisms.whole_matrices import WholeMatrices
+from parallelisms.whole_matrices import WholeMatrices, slices
 from trainer.kernels.keyed import Key, round_into
 from trainer.optimizers import rule
 from trainer.optimizers.training import TrainingOptimizer, decay
@@ -162,8 +162,7 @@ class Muon(TrainingOptimizer):
         # Each matrix is scaled as a whole to the root mean square that it has without normalized rows.
         scale = _ROOT_MEAN_SQUARE * math.sqrt(rows * columns) / norms.clamp(min=_SMALLEST_NORM)
         scales = (inverse.view(-1, rows) * scale[:, None].to(inverse.dtype)).view_as(inverse)
-        own = tuple(slice(each.start, each.stop) for each in local_ranges(parameter)[:-1])
-        return scales[own][..., None]
+        return scales[slices(local_ranges(parameter)[:-1])][..., None]
 
     def _sides(self, parameter: Tensor) -> tuple[int, int]:
         """Rows and columns of each of a parameter's matrices."""
