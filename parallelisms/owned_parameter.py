@@ -33,6 +33,7 @@ class OwnedParameter:
         self._cut_when_seen = cut_of(parameter, [dim for dim in dimensions if dim not in within_matrices])
         self.plain = Parameter(self._seen(parameter).clone() if rounds_to else self._seen(parameter))
         """The tensor that the optimizer updates."""
+        self._shape_when_seen = self.plain.shape  # what was gathered is released after each update
         self._has_rows = updated_whole
         self._known_version = -1
 
@@ -92,7 +93,7 @@ class OwnedParameter:
 
         It has a number for each element of the parameter as the optimizer sees it, or for each row of whole matrices.
         """
-        return placed(value, self._cut_when_seen) if self._is_of(self.plain.shape, value) else value
+        return placed(value, self._cut_when_seen) if self._is_of(self._shape_when_seen, value) else value
 
     def taken_from(self, value: Any) -> Any:
         """This rank's part of a tensor for the whole parameter; the inverse of `placed`."""

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, Muon, RMSprop
 
 from parallelisms import owner_partition as zero
+from parallelisms.owned_parameter import OwnedParameter
 from parallelisms.owner_partition import OwnerPartition
 
 SHAPES = {"a": (4, 6), "b": (6,), "c": (6, 3), "d": (2, 2), "e": (7,), "f": (3, 3)}
@@ -254,6 +255,28 @@ def test_parameters_that_another_axis_cuts(ranks, names, make, needs_whole, stat
     assert results[0] == results[1]
     assert results[2] == results[3]
     assert {name: results[0][name] + results[2][name] for name in names} == state
+
+
+def place_state_after_an_update():
+    """Whether numbers of elements and of rows find their place, after the gathered memory is released."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    numbers = torch.arange(4 * 6 * 5, dtype=torch.float64).reshape(4, 6, 5)
+    parameter = Parameter(distribute_tensor(numbers, mesh, [Shard(0), Shard(1)]))
+    parameter.grad = torch.zeros_like(parameter)
+    owned = OwnedParameter(parameter, rounds_to=None, updated_whole=True)
+    owned.lend()
+    seen = owned.plain.detach().clone()  # the matrices of this rank's experts, each whole
+    owned.take_back()
+    rows = numbers.sum(dim=-1)
+    found = [owned.placed(each).full_tensor() for each in (seen, seen.sum(dim=-1))]
+    return [torch.equal(*pair) for pair in zip(found, (numbers, rows), strict=True)] + [
+        torch.equal(owned.taken_from(numbers), seen),
+        torch.equal(owned.taken_from(rows), seen.sum(dim=-1)),
+    ]
+
+
+def test_state_of_experts_whose_matrices_another_axis_cuts(ranks):
+    assert ranks(4, place_state_after_an_update) == [[True] * 4] * 4
 
 
 def of_groups(state_dict, chosen):
