@@ -550,6 +550,7 @@ class CheckpointManager:
             config=self._run.config,
             mesh=self._run.mesh,
             tokenizer_hash=self._run.tokenizer_hash,
+            teacher=self._run.teacher,
             environment=self._run.environment,
             config_hash=manifests.config_hash(self._run.config),
             torch_version=torch.__version__,

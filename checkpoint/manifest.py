@@ -99,6 +99,8 @@ class Manifest:
     """The checkpoint whose weights were the initial ones, by `checkpoint.init_from`; None: they were drawn."""
     tokenizer_hash: str | None = None
     """xxh3_128 of the tokenizer's file; None: the run has no tokenizer."""
+    teacher: str | None = None
+    """Seal of the checkpoint from which the run learned; None: it learned from the text alone."""
     data_fingerprint: dict[str, str] = field(default_factory=dict)
     """Hash of the content of each source of `[data]`, by the source's name."""
     validation_loss: float | None = None

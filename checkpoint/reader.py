@@ -74,6 +74,8 @@ class Description:
     """Sizes of the mesh's axes, by name."""
     tokenizer_hash: str | None = None
     """Hash of the tokenizer's file; None without a tokenizer."""
+    teacher: str | None = None
+    """Seal of the checkpoint of `distillation.teacher`; None without one."""
     environment: dict[str, str] = field(default_factory=dict)
     """All else that decides the bits of the run, besides config, mesh and torch, by name."""
     allow_run_change: bool = False
@@ -232,6 +234,8 @@ class Reader:
         _, changes = trained_diff(manifest.config, self.run.config, manifest.step)
         if manifest.tokenizer_hash != self.run.tokenizer_hash:
             changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
+        if manifest.teacher != self.run.teacher:
+            changes.append(f"checkpoint of distillation.teacher: {manifest.teacher} -> {self.run.teacher}")
         return replace(found, changes=[RunChange(manifest.step, changes)] if changes else [])
 
     def _load(self, found: Found, state: State) -> None:

@@ -351,6 +351,19 @@ class Average(Table):
     mesh; float32 stands for training.dtype if that is another type."""
 
 
+class Distillation(Table):
+    """A teacher, whose probabilities of the next token are learned beside the text (docs/distillation.md)."""
+
+    teacher: str | None = None
+    """A run, or one of its checkpoints, whose model teaches; of a run folder, the newest checkpoint, which must stay
+    the same. Its vocabulary must be this model's. May be in object storage. `keel import` makes one of a Hugging Face
+    folder."""
+    weight: Annotated[Fraction, only_with("teacher", reason="which leaves the text as the only target")] = 1.0
+    """Share of the divergence from the teacher in the gradients; the cross-entropy of the text has the rest."""
+    temperature: Annotated[PositiveFloat, only_with("teacher", reason="which leaves no logits to divide")] = 1.0
+    """Divides the logits of both models in the divergence, which is multiplied by its square (Hinton et al. 2015)."""
+
+
 class Float8(Table):
     """Float8 matmuls in the blocks, by the package torchao (docs/performance.md)."""
 
@@ -713,6 +726,8 @@ class Config(Table):
     """Learning rate over the steps."""
     average: Average = Average()
     """Average of the weights."""
+    distillation: Distillation = Distillation()
+    """Learning from another model."""
     float8: Float8 = Float8()
     """Float8 matmuls."""
     mesh: Mesh = Mesh()
@@ -750,8 +765,8 @@ class Config(Table):
 
 
 _RUN = (
-    *("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "average", "float8", "fault.spikes"),
-    *("fsdp.owner_broadcast_dtype", "stages"),
+    *("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "average", "distillation"),
+    *("float8", "fault.spikes", "fsdp.owner_broadcast_dtype", "stages"),
 )
 """Tables and keys that decide what is learned, except for:"""
 _MACHINE = (
@@ -759,6 +774,7 @@ _MACHINE = (
     "data.cache_folder",
     "model.max_seq_len",  # told to others by exports
     "tokenizer.path",  # the file may move: its content is compared
+    "distillation.teacher",  # likewise
     "training.steps",
     "training.micro_batch_size",
     "training.deterministic",

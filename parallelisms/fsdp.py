@@ -173,14 +173,36 @@ def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], 
             find_gradient_types(module)
 
 
+def keep_head(model: nn.Module) -> None:
+    """Let a model that is never trained free each group's parameters after their forward pass, but for the last ones.
+
+    Those, the head's, stay gathered from the first forward pass on: what multiplies by them does so later.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    plan = plan_of(model)
+    model.set_reshard_after_forward(False)
+    for names in plan.fsdp_groups:
+        if not set(names) & set(plan.after_blocks):
+            for module in _sharded_inside(model, names):
+                module.set_reshard_after_forward(True, recurse=False)
+
+
 def reshard(model: nn.Module) -> None:
     """Free the parameters that a forward pass without a backward pass left gathered, or gathered ahead in vain.
 
     Modules that predict further tokens are gathered ahead, but run in training only. Left pending, that gather would
     serve the next step, whatever the weights are by then.
     """
+    finish_gathers(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if has_pending_gather(module):
-                module.unshard()  # waits for it
+            module.reshard()
+
+
+def finish_gathers(model: nn.Module) -> None:
+    """Free the parameters that a forward pass gathered ahead and did not use."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and has_pending_gather(module):
+            module.unshard()  # waits for it
             module.reshard()

@@ -39,15 +39,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
     Raises:
         RuntimeError: a parameter or buffer was not initialized; the message names it.
     """
-    with ties_kept(model):
-        model.to_empty(device="cpu" if offload else device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            is_persistent = name not in module._non_persistent_buffers_set
-            module.register_buffer(name, _unset(buffer.to(device)), persistent=is_persistent)
-    for module in model.modules():
-        if hasattr(module, "init_buffers"):
-            cast(Callable[[], None], module.init_buffers)()
+    allocate(model, device, offload)
     if hasattr(model, "initial_values"):
         _fill(model, cast(Callable[[int], Callable[[str], Tensor]], model.initial_values)(seed))
         check_initialized(model, lambda name: True)
@@ -59,6 +51,19 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
             _unset(parameter)
             _initialize(parameter, init_std(name), f"{seed}/{name}", pool)
     check_initialized(model, zeros.__contains__)
+
+
+def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> None:
+    """Move a model from the meta device, with values in its buffers alone; arguments as of `materialize`."""
+    with ties_kept(model):
+        model.to_empty(device="cpu" if offload else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            is_persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, _unset(buffer.to(device)), persistent=is_persistent)
+    for module in model.modules():
+        if hasattr(module, "init_buffers"):
+            cast(Callable[[], None], module.init_buffers)()
 
 
 def _fill(model: nn.Module, whole: Callable[[str], Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The forward and backward passes of a step's micro-batches: one after the other here, interleaved in `pipeline.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,15 @@ class Call(NamedTuple):
     """Keyword arguments; among them `loss`, so that the model returns the micro-batch's loss, a scalar."""
 
 
+Prepare = Callable[[Call], Call]
+"""What happens to a micro-batch before its forward pass in training, such as a teacher's forward pass."""
+
+
+def as_it_is(call: Call) -> Call:
+    """Prepare nothing."""
+    return call
+
+
 class Passes(Protocol):
     """The passes of this data-parallel rank's micro-batches; both methods return the same value on all model ranks."""
 
@@ -39,12 +48,14 @@ class OneByOne:
     model: nn.Module
     config: Config
     reduction: Reduction
+    prepare: Prepare = as_it_is
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
         """Implement `Passes.train`."""
         losses = []
-        for call in calls:
-            is_last = call is calls[-1]
+        for number, given in enumerate(calls, 1):
+            is_last = number == len(calls)
+            call = self.prepare(given)
             prepare_backward(self.model, self.config, is_last)
             loss = self.model(call.tokens, **call.arguments)
             with named_range("backward"), self.reduction.of_micro_batch(is_last):

@@ -35,7 +35,7 @@ from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
 from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
-from parallelisms.passes import Call
+from parallelisms.passes import Call, Prepare, as_it_is
 from parallelisms.sums.fast import Reduction
 from parallelisms.torch_internals import has_zero_bubble
 
@@ -77,6 +77,40 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
     return model
 
 
+class Relay:
+    """Forward passes alone: each micro-batch goes through all stages before the next one."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
+        """stages: those of this rank, by number; without a pipeline, the model is stage 0."""
+        self._modules = stages
+        self._mesh = mesh
+        self._n_stages = n_stages(config)
+        self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]
+        self._dim = config.model.dim
+        self._dtype = getattr(torch, config.training.compute_dtype)
+        self._parts = _sequence_parts(stages.values(), mesh)
+
+    def __call__(self, call: Call) -> Iterable[Tensor]:
+        """Run a micro-batch through this rank's stages; yields the loss if the last stage is among them."""
+        x = call.tokens
+        for number, module in self._modules.items():
+            if number > 0 and self._owners[number - 1] != self._mesh.pp.get_local_rank():
+                n, seq_len = call.tokens.shape
+                shape = (n, seq_len // self._parts, self._dim)
+                x = torch.empty(shape, dtype=self._dtype, device=self._mesh.device)
+                dist.recv(x, group=self._mesh.pp.get_group(), group_src=self._owners[number - 1])
+            x = module(x, **call.arguments)
+            if number == self._n_stages - 1:
+                yield x
+            elif self._owners[number + 1] != self._mesh.pp.get_local_rank():
+                dist.send(x, group=self._mesh.pp.get_group(), group_dst=self._owners[number + 1])
+
+
+def _sequence_parts(stages: Iterable[nn.Module], mesh: Mesh) -> int:
+    """Parts into which tensor parallelism splits the sequence between the stages."""
+    return 1 if any(plan_of(module).keeps_sequences_whole for module in stages) else mesh.sizes.tp
+
+
 class Pipeline:
     """Runs micro-batches through the pipeline's stages; implements `Passes`."""
 
@@ -87,6 +121,7 @@ class Pipeline:
         mesh: Mesh,
         reductions: Mapping[int, Reduction],
         before: Sequence[Callable[[], None]] = (),
+        prepare: Prepare = as_it_is,
     ) -> None:
         """Build the schedule of this rank's `stages`, with parameters in memory and every other technique applied.
 
@@ -95,6 +130,7 @@ class Pipeline:
             reductions: sum the gradients of each stage.
             before: what forward hooks of a stage do before its parameters are gathered. A schedule of several stages
                 per rank gathers them before any hook runs, so it begins by calling these.
+            prepare: called with each micro-batch before the first one's forward pass.
 
         Raises:
             UserError: the installed torch does not support the schedule.
@@ -109,13 +145,16 @@ class Pipeline:
         self._modules = stages
         self._mesh = mesh
         self._before = before if len(stages) > 1 else ()
+        self._prepare = prepare
+        self._forward = Relay(stages, config, mesh)
         self._n_stages = n_stages(config)
-        self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]
         training = config.training
-        is_whole = any(plan_of(module).keeps_sequences_whole for module in stages.values())
-        parts = mesh.sizes.cp * (1 if is_whole else mesh.sizes.tp)
         self._hidden = torch.empty(
-            (micro_batch_size(training), training.seq_len // parts, config.model.dim),
+            (
+                micro_batch_size(training),
+                training.seq_len // mesh.sizes.cp // _sequence_parts(stages.values(), mesh),
+                config.model.dim,
+            ),
             dtype=getattr(torch, training.compute_dtype),
             device="meta",
             requires_grad=True,
@@ -145,8 +184,9 @@ class Pipeline:
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
         """Implement `Passes.train`."""
-        for prepare in self._before:
-            prepare()
+        calls = [self._prepare(call) for call in calls]
+        for act in self._before:
+            act()
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
@@ -169,19 +209,6 @@ class Pipeline:
         for module in self._modules.values():
             reshard(module)
         return self._sum(losses)
-
-    def _forward(self, call: Call) -> Iterable[Tensor]:
-        """Run a micro-batch through this rank's stages; yields the loss if the last stage is among them."""
-        x = call.tokens
-        for number, module in self._modules.items():
-            if number > 0 and self._owners[number - 1] != self._mesh.pp.get_local_rank():
-                x = torch.empty_like(self._hidden, device=self._mesh.device)
-                dist.recv(x, group=self._mesh.pp.get_group(), group_src=self._owners[number - 1])
-            x = module(x, **call.arguments)
-            if number == self._n_stages - 1:
-                yield x
-            elif self._owners[number + 1] != self._mesh.pp.get_local_rank():
-                dist.send(x, group=self._mesh.pp.get_group(), group_dst=self._owners[number + 1])
 
     def _sum(self, losses: Iterable[Tensor]) -> Tensor:
         """The sum of the last stage's losses, on all ranks of the pipeline."""

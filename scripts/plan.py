@@ -64,7 +64,7 @@ def shard_bytes(config: Config, ranks: int) -> int:
     from parallelisms.fake_ranks import fake_ranks
     from parallelisms.mesh import build_mesh
     from parallelisms.ranks import local_part
-    from trainer.step import build_stages
+    from trainer.stages import build_stages
 
     with fake_ranks(ranks):
         stages, _ = build_stages(config, build_mesh(mesh_sizes(config, ranks), torch.device("cpu")))

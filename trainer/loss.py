@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,7 @@ class CrossEntropy:
         group: dist.ProcessGroup | None = None,
         bias: Tensor | None = None,
         softcap: float = 0.0,
+        lesson: "Lesson | None" = None,
     ) -> Tensor:
         """Sum over valid tokens of -log softmax(hidden @ weight.T)[target], in nats.
 
@@ -78,19 +79,20 @@ class CrossEntropy:
                 flows through its rows; the sum over the group is the whole (the backward of a gather sums it).
             bias: (vocab,), or this rank's elements of it; added to the logits.
             softcap: above 0, the logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+            lesson: a teacher's, whose part in the gradients takes a share of that of the targets.
 
         Returns:
             A scalar in the softmax's dtype.
         """
         hidden = hidden.flatten(0, 1)
-        given = _Given(targets.flatten(), group, softcap, self)
+        given = Given(targets.flatten(), group, softcap, self, lesson)
         with named_range("loss"):
             if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
                 return _LossWithGradients.apply(hidden, weight, bias, given)
             return _sweep(hidden, weight, bias, given)
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """What a loss is computed by, besides the tensors that may have gradients; as for `CrossEntropy`."""
 
     targets: Tensor
@@ -98,23 +100,33 @@ class _Given(NamedTuple):
     group: dist.ProcessGroup | None
     softcap: float
     settings: CrossEntropy
+    lesson: "Lesson | None" = None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The gradients of hidden (tokens, dim), weight (vocab, dim) and bias (vocab,); None: not wanted."""
 
 
+class Lesson(Protocol):
+    """What a teacher has computed for the tokens of a micro-batch."""
+
+    def sweep(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, given: Given, gradients: Gradients | None
+    ) -> Tensor:
+        """Compute the loss and, into `gradients`, the wanted ones, in the place of the cross-entropy's own sweep."""
+
+
 class _LossWithGradients(torch.autograd.Function):
     """Computes gradients in forward, and scales them in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, given: _Given) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Tensor:
         ctx.repeatable = given.settings.repeatable
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         gradients = (
             torch.empty_like(hidden) if by_hidden else None,
-            torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if by_weight else None,
-            None if bias is None or not by_bias else torch.zeros_like(bias, dtype=_softmax_dtype(weight)),
+            torch.zeros_like(weight, dtype=softmax_dtype(weight)) if by_weight else None,
+            None if bias is None or not by_bias else torch.zeros_like(bias, dtype=softmax_dtype(weight)),
         )
         loss = _sweep(hidden, weight, bias, given, gradients)
         ctx.save_for_backward(*gradients)
@@ -137,14 +149,16 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 def _sweep(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, given: _Given, gradients: Gradients | None = None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, given: Given, gradients: Gradients | None = None
 ) -> Tensor:
     """Compute the loss and, into `gradients`, the wanted ones."""
-    targets, group, softcap, settings = given
+    targets, group, softcap, settings, lesson = given
+    if lesson:
+        return lesson.sweep(hidden, weight, bias, given, gradients)
     if settings.own:
         return _own_sweep(hidden, weight, bias, given, gradients)
     measure, differentiate_ = _kernels(settings.compile, settings.compiler_options)
-    dtype = _softmax_dtype(hidden)
+    dtype = softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)
     first_id = dist.get_rank(group) * len(weight) if group else 0
     buffer = hidden.new_empty(rows, len(weight))
@@ -153,12 +167,12 @@ def _sweep(
         part = slice(start, start + rows)
         local_targets = targets[part] - first_id
         logits = torch.mm(hidden[part], weight.T, out=buffer[: len(local_targets)])
-        slope = _finish_(logits, bias, softcap)
+        slope = finish_(logits, bias, softcap)
         log_partition[part], target_logit[part] = _over_group(measure(logits, local_targets), group)
         if gradients:
             ignored = targets[part] == IGNORED
             by_logits = differentiate_(logits, local_targets, ignored, log_partition[part], settings.z_loss_weight)
-            _add_gradients_(gradients, by_logits if slope is None else by_logits.mul_(slope), hidden, weight, part)
+            add_gradients_(gradients, by_logits if slope is None else by_logits.mul_(slope), hidden, weight, part)
     loss = log_partition - target_logit
     return loss.masked_fill(targets == IGNORED, 0).sum()
 
@@ -167,12 +181,12 @@ def _sweep(
 
 
 def _own_sweep(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, given: _Given, gradients: Gradients | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, given: Given, gradients: Gradients | None
 ) -> Tensor:
     """The same as `_sweep`: each rank of the group computes from the logits of all, and keeps its own gradients."""
-    targets, group, softcap, settings = given
+    targets, group, softcap, settings, _ = given
     function = code_of(settings.own)
-    dtype = _softmax_dtype(hidden)
+    dtype = softmax_dtype(hidden)
     ranks = dist.get_world_size(group) if group else 1
     first_id = dist.get_rank(group) * len(weight) if group else 0
     rows = chunk_rows(len(hidden), ranks * len(weight) * dtype.itemsize, hidden.device.type)
@@ -180,7 +194,7 @@ def _own_sweep(
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         own_logits = hidden[part] @ weight.T
-        slope = _finish_(own_logits, bias, softcap)
+        slope = finish_(own_logits, bias, softcap)
         logits = _side_by_side(own_logits, group).to(dtype)
         is_valid = targets[part] != IGNORED
         with torch.set_grad_enabled(gradients is not None):
@@ -191,7 +205,7 @@ def _own_sweep(
         if gradients:
             (by_logits,) = torch.autograd.grad(loss, logits)
             by_logits = by_logits[:, first_id : first_id + len(weight)].to(hidden.dtype)
-            _add_gradients_(gradients, by_logits if slope is None else by_logits * slope, hidden, weight, part)
+            add_gradients_(gradients, by_logits if slope is None else by_logits * slope, hidden, weight, part)
     return total
 
 
@@ -242,17 +256,27 @@ def _kernels(
     is_compiled: bool, options: tuple[tuple[str, Any], ...]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The work on a chunk between the matrix products, which stay outside: compiled or not, a library does them."""
+    return compiled_chunks(_measure, _differentiate_, is_compiled, options)
+
+
+def compiled_chunks(
+    measure: Callable[..., Tensor],
+    differentiate_: Callable[..., Tensor],
+    is_compiled: bool,
+    options: tuple[tuple[str, Any], ...],
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Functions of a chunk's logits, compiled if that is wanted."""
     if not is_compiled:
-        return _measure, _differentiate_
+        return measure, differentiate_
     # No CUDA graphs: the kernels write into a buffer.
     settings = {**dict(options), "triton.cudagraphs": False} if options else None
-    return compiled(_measure, "the loss", settings), compiled(_differentiate_, "the loss's gradient", settings)
+    return compiled(measure, "the loss", settings), compiled(differentiate_, "the loss's gradient", settings)
 
 
 def _measure(logits: Tensor, targets: Tensor) -> Tensor:
     """Logsumexp and target's logit, (2, rows); the latter is 0 if the target is not among these logits' columns."""
-    logits = logits.to(_softmax_dtype(logits))
-    column, present = _column(targets, logits)
+    logits = logits.to(softmax_dtype(logits))
+    column, present = column_of(targets, logits)
     target_logit = logits.gather(-1, column).squeeze(-1)
     return torch.stack((logits.logsumexp(-1), target_logit.where(present, 0)))
 
@@ -264,7 +288,7 @@ def _differentiate_(
     # Few passes over memory, in eager mode as well: an infinite log-partition zeroes an ignored token's row.
     shift = log_partition.masked_fill(ignored, math.inf).unsqueeze(-1)
     factor = (1 + 2 * z_loss_weight * log_partition).unsqueeze(-1) if z_loss_weight else None
-    column, present = _column(targets, logits)
+    column, present = column_of(targets, logits)
     # Targets separately: subtracting from the whole in the softmax's dtype would cost a copy of it when compiled.
     at_target = _exp_(logits.gather(-1, column), shift, factor) - present.unsqueeze(-1).to(shift.dtype)
     gradient = _exp_(logits, shift, factor).to(logits.dtype)
@@ -277,7 +301,7 @@ def _exp_(logits: Tensor, shift: Tensor, factor: Tensor | None) -> Tensor:
     return result if factor is None else result.mul_(factor)
 
 
-def _column(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def column_of(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Column of each target, (rows, 1), and whether it exists, (rows,): not for IGNORED or another rank's target."""
     last = logits.shape[-1] - 1
     return targets.clamp(0, last).unsqueeze(-1), (targets >= 0) & (targets <= last)
@@ -297,11 +321,11 @@ def _over_group(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float = 0.0) -> Tensor:
     """The logits that a loss is computed from, (..., vocab); hidden: (..., dim), others as of `CrossEntropy`."""
     logits = F.linear(hidden, weight)
-    _finish_(logits, bias, softcap)
+    finish_(logits, bias, softcap)
     return logits
 
 
-def _finish_(logits: Tensor, bias: Tensor | None, softcap: float) -> Tensor | None:
+def finish_(logits: Tensor, bias: Tensor | None, softcap: float) -> Tensor | None:
     """Add the bias and apply softcapping, in place; returns the slope of the latter at each logit, None without it."""
     if bias is not None:
         logits.add_(bias)
@@ -313,7 +337,7 @@ def _finish_(logits: Tensor, bias: Tensor | None, softcap: float) -> Tensor | No
     return slope
 
 
-def _add_gradients_(gradients: Gradients, by_logits: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
+def add_gradients_(gradients: Gradients, by_logits: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
     """Write a chunk's gradient of the hidden states, and add those of the weight and the bias."""
     by_hidden, by_weight, by_bias = gradients
     if by_hidden is not None:
@@ -334,5 +358,5 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _softmax_dtype(tensor: Tensor) -> torch.dtype:
+def softmax_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -31,6 +31,7 @@ from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
 from trainer.saved_state import RunState
 from trainer.step import Learner
+from trainer.teacher import teacher_seal
 from trainer.validation import Validation
 
 
@@ -44,6 +45,7 @@ def open_checkpoints(
         config=config.model_dump(mode="json"),
         mesh=mesh.sizes.axes,
         tokenizer_hash=load_tokenizer(tokenizer, config.model.vocab_size).hash if tokenizer else None,
+        teacher=teacher_seal(config),
         environment=environment(mesh.device, config.fsdp.cpu_offload),
         allow_run_change=config.job.allow_run_change,
         rewind_interval=spikes.rewind_interval if spikes.action == "rewind" else 0,

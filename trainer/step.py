@@ -25,7 +25,6 @@ from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.schema import Config, Optimizer, is_described
 from configs.stages import n_stages
-from models import build_model
 from models.documents import Documents
 from models.llama import Llama
 from parallelisms.attention.context import shard_batch
@@ -41,8 +40,7 @@ from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance, apply_load_balance
 from parallelisms.mesh import Mesh, groups_of_axes
 from parallelisms.owner_partition import by_holders
-from parallelisms.parallelize import parallelize
-from parallelisms.passes import Call, OneByOne, Passes
+from parallelisms.passes import Call, OneByOne, Passes, as_it_is
 from parallelisms.pipeline import Pipeline
 from parallelisms.ranges import named_range
 from parallelisms.streams import queue_gathers
@@ -66,6 +64,8 @@ from trainer.optimizers.build import (
 from trainer.optimizers.qk_clip import QkClip
 from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer, joined
 from trainer.planning.by_memory import choice_by_memory, chosen
+from trainer.stages import build_stages, saved_buffers
+from trainer.teacher import Teacher
 
 
 @dataclass
@@ -89,6 +89,8 @@ class Learner:
     qk_clip: QkClip | None
     """Scales the weights of queries and keys whose logits were too large; None: they are left alone."""
     further_losses: FurtherLosses
+    teacher: Teacher | None
+    """The model that this one learns from; None: it learns from the text alone."""
     guard: OrderGuard
     frozen_until: dict[str, float]
     """Returned by `optimizer.frozen_until`."""
@@ -237,6 +239,8 @@ class Learner:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
         self.load_balance.finish_step(skip)
         self.further_losses.finish_step()
+        if self.teacher:
+            self.teacher.finish_step()
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -244,6 +248,8 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.load_balance.forget()
         self.further_losses.forget()
+        if self.teacher:
+            self.teacher.forget()
         if self.qk_clip:
             self.qk_clip.forget()
 
@@ -253,6 +259,7 @@ class Learner:
         return {
             **(vars(balance) if balance else {}),
             "multi_token_losses": self.further_losses.measure(),
+            "distillation_loss": self.teacher.measure() if self.teacher else None,
             "max_attention_logit": self.qk_clip.measure() if self.qk_clip else None,
         }
 
@@ -358,15 +365,8 @@ def build_learner(config: Config, mesh: Mesh, later: Sequence[Config] = ()) -> L
     stages, model_names = build_stages(config, mesh)
     for stage in stages.values():
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
-    return assemble_learner(config, mesh, stages, model_names, later)
-
-
-def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list[str]]:
-    """Return this rank's parallelized stages on the meta device, and the names of all parameters of the model."""
-    with torch.device("meta"):
-        model = build_model(config.model).to(getattr(torch, config.training.dtype))
-    names = [name for name, _ in model.named_parameters()]
-    return parallelize(model, mesh, config), names
+    teacher = Teacher(config, mesh) if config.distillation.teacher else None
+    return assemble_learner(config, mesh, stages, model_names, later, teacher)
 
 
 def assemble_learner(
@@ -375,6 +375,7 @@ def assemble_learner(
     stages: dict[int, nn.Module],
     model_names: Sequence[str],
     later: Sequence[Config] = (),
+    teacher: Teacher | None = None,
 ) -> Learner:
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     sums = sums_of(config.training)
@@ -390,10 +391,12 @@ def assemble_learner(
     optimizer.max_norm = config.training.max_norm
     optimizer.skips_on_device = skips_on_device(config, mesh.device)
 
+    prepare = teacher.prepare if teacher else as_it_is
+
     def make_passes(config: Config) -> Passes:
         if mesh.sizes.pp > 1:
-            return Pipeline(stages, config, mesh, reductions, before=[optimizer.wait, *set_scales])
-        return OneByOne(stages[0], config, reductions[0])
+            return Pipeline(stages, config, mesh, reductions, [optimizer.wait, *set_scales], prepare)
+        return OneByOne(stages[0], config, reductions[0], prepare)
 
     parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
     until = frozen_until(config.optimizer, model_names)
@@ -417,6 +420,7 @@ def assemble_learner(
         load_balance=LoadBalance(stages, config, mesh),
         qk_clip=qk_clip,
         further_losses=FurtherLosses(stages.values(), config, mesh),
+        teacher=teacher,
         buffers=_buffers(stages.values(), config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=until,
@@ -503,14 +507,6 @@ def _optimizer(
         return joined(partitions)
 
     return build(assign_owners, model_names, sums, seed)
-
-
-def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that are part of a model's state, by name, such as the biases of a mixture's routers."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _hidden_matrices(stages: Iterable[nn.Module], config: Config) -> dict[str, int]:

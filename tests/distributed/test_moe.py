@@ -14,7 +14,8 @@ from scripts.parity_reference import batches
 from scripts.parity_rows import MOE, MOE_BIAS, Row, moe_rows, words
 from tests.distributed.test_parity import assert_parity
 from tests.marked import marked
-from trainer.step import build_learner, saved_buffers
+from trainer.stages import saved_buffers
+from trainer.step import build_learner
 
 ROWS = {row.name: row for row in moe_rows()}
 CHOSEN = [  # `scripts/parity.py --rows "MoE*"` runs all

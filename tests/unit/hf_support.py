@@ -20,7 +20,7 @@ from configs.reading.hf_config import is_too_old
 from configs.schema import Model
 from models import build_model
 from parallelisms.init import materialize
-from trainer.step import saved_buffers
+from trainer.stages import saved_buffers
 
 _SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 _HYBRID: dict[str, Any] = {

@@ -27,7 +27,8 @@ from parallelisms.fake_ranks import fake_ranks
 from parallelisms.mesh import Mesh, build_mesh, groups_of_axes
 from parallelisms.ties import ties_kept
 from trainer.data.loader import MicroBatch
-from trainer.step import Learner, assemble_learner, build_stages
+from trainer.stages import build_stages
+from trainer.step import Learner, assemble_learner
 
 _OPS = {
     "c10d::_allgather_base_": "all_gather",

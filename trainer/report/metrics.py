@@ -231,6 +231,8 @@ class StepMetrics:
     """The step's largest logit of any head, with optimizer.qk_clip."""
     multi_token_losses: dict[str, float] | None = None
     """Mean cross-entropy of each module that predicts further tokens, over its valid targets, by depth from "1"."""
+    distillation_loss: float | None = None
+    """Mean divergence from the teacher over the valid targets, in nats, without the square of the temperature."""
     incidents: list[dict[str, Any]] | None = None
     """The run's incidents since the previous line (see docs/faults.md)."""
     slowest_rank: int | None = None

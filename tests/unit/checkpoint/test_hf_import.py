@@ -28,7 +28,7 @@ from models import build_model
 from scripts import import_hf as script
 from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save
-from trainer.step import saved_buffers
+from trainer.stages import saved_buffers
 
 NO_TOKENIZER = TokenizerFiles()
 MISTRAL, OLMO3, SMOLLM3, GEMMA3 = (

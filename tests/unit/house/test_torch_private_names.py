@@ -120,7 +120,7 @@ NAMES = {
         "*._PipelineSchedule",
         "*._inference_mode",
     },
-    "trainer/step.py": {"*._non_persistent_buffers_set"},
+    "trainer/stages.py": {"*._non_persistent_buffers_set"},
     "trainer/report/profile.py": {"torch.cuda.memory._dump_snapshot", "torch.cuda.memory._record_memory_history"},
 }
 """By file; `*`: of an object of torch's. A new one is avoided where there is a public way, else listed here."""

@@ -13,7 +13,7 @@ from configs.plan import PARAMETER_ROLES, Attention, LocalWeights, PlannedModel,
 from configs.schema import Model
 from models import build_model
 from tests.conftest import ROOT
-from trainer.step import saved_buffers
+from trainer.stages import saved_buffers
 
 TOY = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 80}
 MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
