@@ -13,6 +13,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +268,11 @@ def _write(
 ) -> None:
     """Write the run folder: its checkpoint, its job file, the tokenizer, and the metrics of the steps before."""
     from checkpoint.fork import fork_checkpoint
+    from trainer.teacher import teacher_seal
 
     config = job.config.model_dump(mode="json")
-    fork_checkpoint(with_tensors(checkpoint), manifest, folder / "checkpoints", config, changes, trainer_state)
+    begun = replace(manifest, teacher=teacher_seal(job.config))
+    fork_checkpoint(with_tensors(checkpoint), begun, folder / "checkpoints", config, changes, trainer_state)
     write_atomically(folder / "config.toml", [job.to_toml()])
     tokenizer = tokenizer_of(checkpoint)
     if tokenizer and is_file(tokenizer):

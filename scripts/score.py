@@ -28,7 +28,7 @@ from trainer.lifecycle import tell_torchrun
 from trainer.report.console import Console
 
 _OF_TRAINING = (
-    *("average", "data.prepare", "data.sources", "stages"),
+    *("average", "data.prepare", "data.sources", "distillation", "stages"),
     *(f"training.{key}" for key in ("max_norm", "max_skipped_steps", "norm_type", "seed", "steps", "z_loss_weight")),
     *(f"optimizer.{key}" for key in Optimizer.model_fields if key != "name"),
     *(f"lr_schedule.{key}" for key in LrSchedule.model_fields if key != "name"),

@@ -106,11 +106,14 @@ def _measure(logits: Tensor, teachers: Tensor, targets: Tensor, temperature: flo
     logits = logits.to(dtype)
     column, present = column_of(targets, logits)
     target_logit = logits.gather(-1, column).squeeze(-1).where(present, 0)
+    log_partition = logits.logsumexp(-1)
     cool = logits / temperature
     taught = teachers.to(dtype) / temperature
     of_taught = taught.logsumexp(-1)
-    gap = ((taught - of_taught.unsqueeze(-1)).exp() * (taught - cool)).sum(-1)
-    return torch.stack((logits.logsumexp(-1), target_logit, cool.logsumexp(-1), of_taught, gap))
+    of_cool = cool.logsumexp(-1)
+    gaps = cool.neg_().add_(taught)
+    probabilities = taught.sub_(of_taught.unsqueeze(-1)).exp_()
+    return torch.stack((log_partition, target_logit, of_cool, of_taught, probabilities.mul_(gaps).sum(-1)))
 
 
 def _differentiate_(
@@ -128,12 +131,12 @@ def _differentiate_(
     shifts = measured.masked_fill(ignored, math.inf).unsqueeze(-1)
     log_partition, _, cool, taught, _ = shifts
     wide = logits.to(measured.dtype)
-    by_teacher = (wide / temperature - cool).exp() - (teachers.to(measured.dtype) / temperature - taught).exp()
-    gradient = by_teacher * (weight * temperature)
+    gradient = (wide / temperature).sub_(cool).exp_()
+    gradient.sub_((teachers.to(measured.dtype) / temperature).sub_(taught).exp_()).mul_(weight * temperature)
     if weight == 1 and not z_loss_weight:
         return gradient.to(logits.dtype)
     factor = (1 - weight) + 2 * z_loss_weight * measured[0].unsqueeze(-1)
-    gradient = gradient + (wide - log_partition).exp() * factor
+    gradient.add_((wide - log_partition).exp_().mul_(factor))
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets.unsqueeze(-1)
     return torch.where(is_target, gradient - (1 - weight), gradient).to(logits.dtype)
 

@@ -31,7 +31,7 @@ from trainer.planning.flops import peak_flops
 from trainer.planning.skeleton import skeleton
 from trainer.planning.stage_table import stage_table
 from trainer.planning.unknown_names import require_known_names
-from trainer.preparation import import_weights, prepare_data, require_inputs, with_imported_weights
+from trainer.preparation import import_weights, prepare_data, require_inputs, require_teacher, with_imported_weights
 from trainer.progress import Progress
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, TimeLedger
@@ -83,6 +83,7 @@ class Opened:
         with mistakes_of_the_job():
             for each in job.jobs:
                 require_known_names(each)
+            require_teacher(job, dist.get_world_size())
             self.delta = delta_kernel(config, device, console.line)
             """What computes layers of kind delta; known before the memory is estimated. Empty if there are none."""
             most, *others = [stage.config for stage in largest_first(job.stages, config.training.steps)]

@@ -11,7 +11,7 @@ from checkpoint.bucket_storage import local_copy
 from checkpoint.find import HF_CONFIG_NAME, find_checkpoint, kept_tokenizer
 from checkpoint.folder import Choice, choose
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, steps_in
-from configs.errors import KeelError, UserError
+from configs.errors import ConfigError, KeelError, UserError
 from configs.files import exists, is_file, replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
@@ -20,6 +20,7 @@ from configs.paths import missing_paths
 from configs.places import is_url, standing_for
 from configs.schema import Config, HfModel, Prepare
 from configs.table import with_keys
+from parallelisms.ranks import Json, on_rank_zero
 from trainer.data.place import place_of
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import Keys, documents
@@ -32,6 +33,7 @@ from trainer.data.tokenizer import load_tokenizer, losses_of, train_sentencepiec
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
 from trainer.report.sinks.choose import choose_sinks
+from trainer.teacher import know_teacher, teacher_problems, told_teacher
 
 
 class PreparationStopped(KeelError):
@@ -66,6 +68,29 @@ def require_inputs(job: LoadedConfig) -> None:
             place_of(str(source.path))  # one rank finds out, before all ask
     if init_from and not choice.candidates and imported_to(config) is None:
         read_manifest(find_checkpoint(standing_for(init_from)))
+
+
+def require_teacher(job: LoadedConfig, world_size: int) -> None:
+    """Check that the teacher, if the job has one, is there and runs on the job's mesh; all ranks must call it.
+
+    Raises:
+        KeelError: it can't be read, or does not fit the job.
+    """
+    teacher = job.config.distillation.teacher
+    if teacher is None:
+        return
+
+    def found() -> Json:
+        if is_url(teacher):
+            local_copy(teacher)
+        if missing := missing_paths(job):
+            raise UserError("\n".join(missing))
+        return told_teacher(teacher)
+
+    know_teacher(teacher, on_rank_zero(None, found))  # other hosts may not see its folder
+    for each in job.jobs:
+        if problems := teacher_problems(each.config, world_size):
+            raise ConfigError("\n".join(problems))
 
 
 def _choice(config: Config) -> Choice:

@@ -31,7 +31,7 @@ from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
 from trainer.saved_state import RunState
 from trainer.step import Learner
-from trainer.teacher import teacher_seal
+from trainer.teacher import require_same_tokens, teacher_seal
 from trainer.validation import Validation
 
 
@@ -41,10 +41,12 @@ def open_checkpoints(
     """The manager of a run's checkpoints; nothing is read or written yet but the tokenizer."""
     tokenizer = config.tokenizer.path
     spikes = config.fault.spikes
+    tokenizer_hash = load_tokenizer(tokenizer, config.model.vocab_size).hash if tokenizer else None
+    require_same_tokens(config, tokenizer_hash)
     run = Description(
         config=config.model_dump(mode="json"),
         mesh=mesh.sizes.axes,
-        tokenizer_hash=load_tokenizer(tokenizer, config.model.vocab_size).hash if tokenizer else None,
+        tokenizer_hash=tokenizer_hash,
         teacher=teacher_seal(config),
         environment=environment(mesh.device, config.fsdp.cpu_offload),
         allow_run_change=config.job.allow_run_change,

@@ -6,22 +6,33 @@ pipeline, the teacher's forward passes of a step's micro-batches come before the
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint.bucket_storage import standing_for
 from checkpoint.export.model_files import model_of
 from checkpoint.find import find_checkpoint
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, seal_of
 from checkpoint.reader import Description, Log
 from configs.checks import check
-from configs.errors import ConfigError
-from configs.schema import ActivationCheckpoint, Checkpoint, Config, Distillation, Expert, Float8, Fsdp, is_described
+from configs.errors import ConfigError, UserError
+from configs.places import standing_for
+from configs.schema import (
+    ActivationCheckpoint,
+    AnyModel,
+    Checkpoint,
+    Config,
+    Distillation,
+    Expert,
+    Float8,
+    Fsdp,
+    is_described,
+    table_of_model,
+)
 from configs.table import with_keys
 from parallelisms.fsdp import finish_gathers, freeze, keep_head
 from parallelisms.init import allocate
@@ -29,6 +40,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
 from parallelisms.pipeline import Relay
 from parallelisms.ranges import named_range
+from parallelisms.ranks import Json
 from parallelisms.streams import queue_gathers
 from trainer.distillation import Divergence, States
 from trainer.stages import build_stages, model_tensors
@@ -128,18 +140,19 @@ class _Taught:
 
 
 def teacher_job(config: Config) -> Config:
-    """A job for the teacher's forward passes on the mesh of `config`, in its precision; reads the teacher's manifest.
+    """A job for the teacher's forward passes on the mesh of `config`, in its precision.
 
     Raises:
-        KeelError: the teacher can't be read, or does not fit the job.
+        KeelError: the teacher can't be read, or has another vocabulary.
     """
-    checkpoint = teacher_checkpoint(config)
-    model = model_of(read_manifest(checkpoint), checkpoint)
+    teacher = str(config.distillation.teacher)
+    known = _known(teacher)
+    model = known.model
     if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"distillation.teacher: {checkpoint} has model.vocab_size {model.vocab_size}, and this job "
-            f"{config.model.vocab_size}; both must give probabilities of the same tokens, so choose a teacher with the "
-            "same vocabulary, or set model.vocab_size to its own"
+            f'distillation.teacher is "{teacher}", with model.vocab_size {model.vocab_size}, and this job has '
+            f"{config.model.vocab_size}; both must give probabilities of the same tokens, so choose a teacher with "
+            "this vocabulary, or set model.vocab_size and the tokenizer to its own"
         )
     forward_only = {
         "model": model,
@@ -148,7 +161,7 @@ def teacher_job(config: Config) -> Config:
         "expert": Expert(),
         "float8": Float8(),
         "distillation": Distillation(),
-        "checkpoint": Checkpoint(init_from=str(checkpoint), load="none"),
+        "checkpoint": Checkpoint(init_from=known.place, load="none"),
     }
     dtype = config.training.compute_dtype
     job = with_keys(
@@ -158,23 +171,88 @@ def teacher_job(config: Config) -> Config:
         pipeline={"split": None},
         mesh={"ep": 1} if is_described(model) and not model.n_experts else {},
     )
-    for key, message in check(job, None):
-        raise ConfigError(f"distillation.teacher: {checkpoint} does not fit {key} of this job: {message}")
     return job
 
 
-def teacher_checkpoint(config: Config) -> Path:
-    """The checkpoint that `distillation.teacher` names.
+def teacher_problems(config: Config, world_size: int | None) -> list[str]:
+    """Return why the teacher can't run forward on the job's mesh; empty if it can, or there is none.
+
+    Args:
+        config: the job.
+        world_size: None if not known yet.
 
     Raises:
-        UserError: there is none.
+        KeelError: the teacher can't be read, or has another vocabulary.
     """
-    return find_checkpoint(standing_for(str(config.distillation.teacher)))
+    if config.distillation.teacher is None:
+        return []
+    teacher = config.distillation.teacher
+    problems = check(teacher_job(config), world_size)
+    return [f'distillation.teacher is "{teacher}", which does not fit {key}: {message}' for key, message in problems]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The checkpoint that a teacher's path names."""
+
+    place: str
+    """Its own path, or its place in object storage."""
+    seal: str
+    tokenizer_hash: str | None
+    model: AnyModel
+
+
+_KNOWN: dict[str, _Known] = {}
+"""By the teacher's path: a search of plans asks often, and of a run the newest checkpoint may be another one later."""
+
+
+def _known(teacher: str) -> _Known:
+    """Raises UserError if there is no such checkpoint, or it can't be read."""
+    if teacher not in _KNOWN:
+        know_teacher(teacher, told_teacher(teacher))
+    return _KNOWN[teacher]
+
+
+def told_teacher(teacher: str) -> Json:
+    """What a rank that sees the teacher's folder tells the others.
+
+    Raises:
+        UserError: there is no checkpoint, or it can't be read.
+    """
+    source = standing_for(teacher)
+    try:
+        checkpoint = find_checkpoint(source)
+    except UserError as error:
+        raise UserError(f"distillation.teacher: {error}") from None
+    inside = checkpoint.relative_to(source).as_posix()
+    place = teacher if inside == "." else f"{teacher.rstrip('/')}/{inside}"
+    manifest = read_manifest(checkpoint)
+    model = model_of(manifest, checkpoint).model_dump(mode="json")
+    return [place, seal_of(checkpoint), manifest.tokenizer_hash, model]
+
+
+def know_teacher(teacher: str, told: Json) -> None:
+    """Keep what `told_teacher` has returned."""
+    place, seal, tokenizer_hash, model = cast(list[Any], told)
+    _KNOWN[teacher] = _Known(place, seal, tokenizer_hash, table_of_model(model).model_validate(model))
+
+
+def require_same_tokens(config: Config, tokenizer_hash: str | None) -> None:
+    """Raise ConfigError if the teacher learned another tokenizer's tokens than the job's, whose hash is given."""
+    teacher = config.distillation.teacher
+    theirs = _known(teacher).tokenizer_hash if teacher else None
+    if theirs and tokenizer_hash and theirs != tokenizer_hash and not config.job.allow_run_change:
+        raise ConfigError(
+            f'distillation.teacher is "{teacher}", which was trained with another tokenizer, so its probabilities are '
+            "of other tokens; set tokenizer.path to its own or, if both files give the same tokens, "
+            "--job.allow_run_change true"
+        )
 
 
 def teacher_seal(config: Config) -> str | None:
     """What identifies the teacher's checkpoint wherever it is; None: the job has no teacher."""
-    return None if config.distillation.teacher is None else seal_of(teacher_checkpoint(config))
+    teacher = config.distillation.teacher
+    return None if teacher is None else _known(teacher).seal
 
 
 def _load(job: Config, stages: Mapping[int, nn.Module], mesh: Mesh) -> None:

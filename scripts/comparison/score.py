@@ -18,7 +18,7 @@ from checkpoint.reader import Description, Log
 from configs.errors import ConfigError
 from configs.files import write_atomically
 from configs.layout import mesh_sizes
-from configs.schema import ActivationCheckpoint, Compile, Config
+from configs.schema import ActivationCheckpoint, Compile, Config, Distillation
 from configs.table import with_keys
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from parallelisms.mesh import build_mesh
@@ -61,8 +61,9 @@ def score(config: Config, checkpoint: Path, device: torch.device, console: Conso
         KeelError: there are no validation sequences, or they or the checkpoint can't be read.
     """
     require_sequences(config)
-    # Nothing is kept for a backward pass, and compiling would take longer than the few forward passes.
-    config = config.model_copy(update={"compile": Compile(), "activation_checkpoint": ActivationCheckpoint()})
+    # Nothing is kept for a backward pass, compiling would take longer than the few forward passes, and none learns.
+    forward_only = {"compile": Compile(), "activation_checkpoint": ActivationCheckpoint()}
+    config = config.model_copy(update={**forward_only, "distillation": Distillation()})
     config = with_keys(config, checkpoint={"init_from": str(checkpoint), "load": "none"})
     step, seal = on_rank_zero(None, lambda: (read_manifest(checkpoint).step, seal_of(checkpoint)))
     state = on_rank_zero(None, lambda: read_trainer_state(checkpoint))

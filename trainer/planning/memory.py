@@ -47,6 +47,7 @@ from trainer.planning.flops import tokens_seen
 from trainer.planning.held import Group, Held, held
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
 from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
+from trainer.teacher import teacher_job
 
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS's workspace on Hopper and later, as torch sets it, for each of two threads: forward's and backward's."""
@@ -87,6 +88,8 @@ class MemoryEstimate:
     gradients: int
     """All gradients that a step accumulates, at its end."""
     optimizer: int
+    teacher: int
+    """The parameters of a teacher, with those of its head gathered."""
     buffers: int
     """Memory that libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
     peak: Moment
@@ -105,6 +108,7 @@ class MemoryEstimate:
     def device(self) -> int:
         """Everything that the device must hold at the worst moment."""
         transient = self.buffers + self.peak.total
+        transient += self.teacher
         return transient if self.offloaded else transient + self.parameters + self.copies + self.optimizer
 
     @property
@@ -112,7 +116,7 @@ class MemoryEstimate:
         """The parts of `device`, by name; those of no bytes are left out."""
         states = {"parameters": self.parameters, "compute copies": self.copies, "optimizer": self.optimizer}
         moment = {name: n_bytes for name, n_bytes in vars(self.peak).items() if name != "name"}
-        parts = ({} if self.offloaded else states) | moment | {"buffers": self.buffers}
+        parts = ({} if self.offloaded else states) | moment | {"teacher": self.teacher, "buffers": self.buffers}
         return {name: n_bytes for name, n_bytes in parts.items() if n_bytes}
 
 
@@ -197,6 +201,7 @@ class RankMemory:
             copies=self.held.elements * self.compute_bytes * self.keeps_copies,
             gradients=self._gradients(sum(shards[name] for name in shards.keys() - self.frozen)),
             optimizer=self.optimizer,
+            teacher=self.teacher.kept_for_forward if self.teacher else 0,
             buffers=self._buffers(),
             peak=max(self.moments(), key=lambda moment: moment.total),
             communicators=self._communicators() if self.device_type == "cuda" else 0,
@@ -269,6 +274,19 @@ class RankMemory:
             return frozenset()
         converted = choose(self.model.shapes, self.model.plan, self.config).converted
         return frozenset(name if name in self.model.shapes else f"{name}.weight" for name in converted)
+
+    @cached_property
+    def teacher(self) -> "RankMemory | None":
+        """The same rank of a job of the teacher's; None without one."""
+        if self.config.distillation.teacher is None:
+            return None
+        return RankMemory(teacher_job(self.config), self.sizes, self.device_type, self.pipeline_rank, self.mesh)
+
+    @property
+    def kept_for_forward(self) -> int:
+        """Bytes of the parameters of a model that only runs forward: this rank's, and those of the head, gathered."""
+        gathered = self.groups[-1].gathered_bytes if self.has_head and self.is_sharded else 0
+        return self.held.elements * self.state_bytes + gathered
 
     @property
     def saved(self) -> int:
@@ -555,6 +573,8 @@ class RankMemory:
         waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
         if not peak:
             return (waiting - 1) * ahead
+        if self.teacher:
+            return waiting * ahead + self._divergence(vocabulary, softmax)
         rows = chunk_rows(tokens, vocabulary * softmax, self.device_type)
         chunk = rows * vocabulary
         product = vocabulary * model.dim * compute if self.device_type == "cpu" else 0  # a GPU adds it up in its kernel
@@ -568,6 +588,16 @@ class RankMemory:
             working = before + chunk * softmax * (1 if in_place else 2)
         rounded = 0 if in_place or not by_weight else vocabulary * model.dim * compute  # in the loss's backward
         return waiting * ahead + max(logits + working, rounded)
+
+    def _divergence(self, vocabulary: int, softmax: int) -> int:
+        """Bytes of a loss that follows a teacher: the teacher's states, and chunks of both models' logits."""
+        assert self.teacher is not None
+        of_step = self.micro_batches if self.config.mesh.pp > 1 else 1
+        states = of_step * self.tokens * self.teacher.config.model.dim * self.compute_bytes
+        chunk = chunk_rows(self.tokens, 2 * vocabulary * softmax, self.device_type) * vocabulary
+        # Compiled, a kernel reads both and writes the gradient; otherwise each operation writes what it computes.
+        working = self.compute_bytes if self.config.compile.enable else 4 * softmax
+        return states + chunk * (2 * self.compute_bytes + working)
 
 
 def stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:

@@ -219,6 +219,7 @@ def _left_out(config: Config, has_delta_kernels: bool) -> list[str]:
         'kernels that attention.delta_backend = "auto" may find': (
             has_delta and config.attention.delta_backend == "auto" and not has_delta_kernels
         ),
+        "a teacher's forward passes": config.distillation.teacher is not None,
         "what joins states and embeddings in model.multi_token": (n_further(config.model) > 0),
         "reading sources of a kind of one's own": any(is_import_path(each.kind) for each in config.data.sources),
     }

@@ -41,6 +41,7 @@ from trainer.planning.states import always_frozen
 from trainer.report.console import Row
 from trainer.report.metrics import Kind, Memory
 from trainer.report.units import count, duration, size
+from trainer.teacher import teacher_job
 
 # --------------------------------------------------------------------------- before
 
@@ -71,6 +72,7 @@ def startup_rows(
     device_type = "cpu" if device_name == "cpu" else "cuda"
     rows = [
         ("model", _model(config)),
+        ("teacher", _teacher(config)),
         ("precision", _precision(config, device_type)),
         ("ranks", _ranks(sizes, device_name)),
         ("technique", _techniques(config, device_type)),
@@ -98,6 +100,18 @@ def _model(config: Config) -> str:
     return (
         f"{model.architecture}, {count(n_parameters)} parameters ({n_parameters:,}){active}{trained}\n"
         f"{family_of(model).shape(model)}{native_modules(config)}"
+    )
+
+
+def _teacher(config: Config) -> str:
+    table = config.distillation
+    if table.teacher is None:
+        return ""
+    model = teacher_job(config).model
+    n_parameters = sum(map(prod, skeleton(model).shapes.values()))
+    return (
+        f"{table.teacher}: {model.architecture}, {count(n_parameters)} parameters\n"
+        f"weight {table.weight:g}, temperature {table.temperature:g}; the loss shown stays the cross-entropy"
     )
 
 
@@ -237,6 +251,7 @@ def _flops(config: Config, peak: float | None) -> str:
     flops = flops_per_token(config.model, config.training.seq_len, frozen)
     of_peak = f"MFU of {peak / 1e12:g} TFLOP/s" if peak else "MFU not shown: the peak FLOP/s of this device is unknown"
     without_mask = f"{count(flops.full)} if attention is counted without the causal mask"
+    without_mask += "; the teacher's are not counted" if config.distillation.teacher else ""
     return f"{count(flops.causal)} per token, {without_mask}\n{of_peak}"
 
 
@@ -252,7 +267,7 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | Non
     where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
     beside = "; CUDA and the allocator's reserve are extra" if device_type == "cuda" else "; Python and torch are extra"
     lines = [f"about {size(estimate.device)} per rank{where} (estimate of what is allocated{beside})"]
-    states = ("parameters", "gradients", "optimizer")
+    states = ("parameters", "gradients", "optimizer", *(("teacher",) if estimate.teacher else ()))
     lines += [", ".join(f"{name} {size(getattr(estimate, name))}" for name in states)]
     if estimate.communicators:
         lines[0] += f"\nabout {size(estimate.communicators)} for NCCL's communicators, beside that"
