@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from checkpoint.export.model_files import model_of
 from checkpoint.find import find_checkpoint
-from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, seal_of
-from checkpoint.reader import Description, Log
+from checkpoint.reader import Description, Log, Reader
 from configs.checks import check
 from configs.errors import ConfigError, UserError
 from configs.places import standing_for
@@ -203,7 +202,7 @@ class _Known:
 
 
 _KNOWN: dict[str, _Known] = {}
-"""By the teacher's path: a search of plans asks often, and of a run the newest checkpoint may be another one later."""
+"""Those that this process has read, by path: a search of plans asks often, and of a run another may be newest later."""
 
 
 def _known(teacher: str) -> _Known:
@@ -259,4 +258,4 @@ def _load(job: Config, stages: Mapping[int, nn.Module], mesh: Mesh) -> None:
     nothing = job.job.folder / "teacher"  # so nothing is resumed
     run = Description(job.model_dump(mode="json"), mesh.sizes.axes)
     tensors = {name: tensor for stage in stages.values() for name, tensor in model_tensors(stage)}
-    CheckpointManager(nothing, job.checkpoint, run, Log()).resume(tensors)
+    Reader(nothing, job.checkpoint, run, Log(), dist.group.WORLD).load(tensors)

@@ -102,6 +102,7 @@ FIGURES = (
     Figure(
         "Steps computed again", (Line("repeated_steps"),), note="a buffer of experts was too small", if_nonzero=True
     ),
+    Figure("Divergence from the teacher", (Line("distillation_loss"),), note="nats per token", is_noisy=True),
     Figure("Largest attention logit", (Line("max_attention_logit"),), note="of any head, before the clip"),
     Figure("Router entropy", (Line("router_entropy"),), note="nats, mean over tokens and layers"),
     Figure(

@@ -285,8 +285,8 @@ class RankMemory:
     @property
     def kept_for_forward(self) -> int:
         """Bytes of the parameters of a model that only runs forward: this rank's, and those of the head, gathered."""
-        gathered = self.groups[-1].gathered_bytes if self.has_head and self.is_sharded else 0
-        return self.held.elements * self.state_bytes + gathered
+        kept = (self._root or self.groups[-1:]) if self.has_head and self.is_sharded else []
+        return self.held.elements * self.state_bytes + sum(group.gathered_bytes for group in kept)
 
     @property
     def saved(self) -> int:
@@ -594,10 +594,12 @@ class RankMemory:
         assert self.teacher is not None
         of_step = self.micro_batches if self.config.mesh.pp > 1 else 1
         states = of_step * self.tokens * self.teacher.config.model.dim * self.compute_bytes
-        chunk = chunk_rows(self.tokens, 2 * vocabulary * softmax, self.device_type) * vocabulary
-        # Compiled, a kernel reads both and writes the gradient; otherwise each operation writes what it computes.
-        working = self.compute_bytes if self.config.compile.enable else 4 * softmax
-        return states + chunk * (2 * self.compute_bytes + working)
+        rows = chunk_rows(self.tokens, 2 * vocabulary * softmax, self.device_type)
+        # Compiled, a kernel reads both and writes the gradient; otherwise each operation writes what it computes, and
+        # the place of the target is a matrix of truth values.
+        working = self.compute_bytes if self.config.compile.enable else 4 * softmax + 1
+        before = self.compute_bytes if rows < self.tokens else 0  # the previous chunk's gradient is still alive
+        return states + rows * vocabulary * (2 * self.compute_bytes + working + before)
 
 
 def stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:

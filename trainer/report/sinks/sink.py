@@ -62,6 +62,7 @@ TAGS = {
     "repeated_steps": "router/repeated_steps",
     "max_attention_logit": "attention/max_logit",
     "multi_token_losses": "loss/multi_token",
+    "distillation_loss": "loss/distillation",
     "layer_grad_norms": "details/grad_norm",
     "layer_activation_rms": "details/activation_rms",
     "grad_noise_scale": "details/grad_noise_scale",
