@@ -174,18 +174,18 @@ def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], 
 
 
 def keep_head(model: nn.Module) -> None:
-    """Let a model that is never trained free each group's parameters after their forward pass, but for the last ones.
+    """Let a model that is never trained free each group's parameters after their forward pass, but for the head's.
 
-    Those, the head's, stay gathered from the first forward pass on: what multiplies by them does so later.
+    Those stay gathered from the first forward pass on: what multiplies by them does so later.
     """
     if not isinstance(model, FSDPModule):
         return
     plan = plan_of(model)
-    model.set_reshard_after_forward(False)
-    for names in plan.fsdp_groups:
-        if not set(names) & set(plan.after_blocks):
-            for module in _sharded_inside(model, names):
-                module.set_reshard_after_forward(True, recurse=False)
+    model.set_reshard_after_forward(True)
+    if plan.after_blocks:
+        last = [names for names in plan.fsdp_groups if set(names) & set(plan.after_blocks)]
+        for module in (model, *(model.get_submodule(names[0]) for names in last)):
+            cast(FSDPModule, module).set_reshard_after_forward(False, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

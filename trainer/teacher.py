@@ -258,4 +258,6 @@ def _load(job: Config, stages: Mapping[int, nn.Module], mesh: Mesh) -> None:
     nothing = job.job.folder / "teacher"  # so nothing is resumed
     run = Description(job.model_dump(mode="json"), mesh.sizes.axes)
     tensors = {name: tensor for stage in stages.values() for name, tensor in model_tensors(stage)}
-    Reader(nothing, job.checkpoint, run, Log(), dist.group.WORLD).load(tensors)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    Reader(nothing, job.checkpoint, run, Log(), everyone).load(tensors)
