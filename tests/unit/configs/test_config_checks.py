@@ -52,6 +52,12 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "--model.embedding_scale: sqrt_dim grows with dim, and muP (model.mup_base_dim) keeps the embeddings' "
             "scale; set the base's, embedding_scale = 4",
         ),
+        (
+            "distillation.teacher=runs/big training.loss=torch.nn.functional:nll_loss",
+            'in whose place this job has "torch.nn.functional:nll_loss"; leave distillation.teacher out, or training.loss',
+        ),
+        ("distillation.teacher=", '"" names nothing (is a variable of the shell not set?); leave it out'),
+        ("distillation.weight=0.5", "distillation.weight does nothing without teacher; leave it out, or set teacher"),
         ("model.mup_base_head_dim=8", "model.mup_base_head_dim does nothing without mup_base_dim"),
         (
             "model.rope_scaling={factor=8.0,low_freq_factor=4.0}",
