@@ -54,7 +54,7 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         ),
         (
             "distillation.teacher=runs/big training.loss=torch.nn.functional:nll_loss",
-            'in whose place this job has "torch.nn.functional:nll_loss"; leave distillation.teacher out, or training.loss',
+            'place this job has "torch.nn.functional:nll_loss"; leave distillation.teacher out, or training.loss',
         ),
         ("distillation.teacher=", '"" names nothing (is a variable of the shell not set?); leave it out'),
         ("distillation.weight=0.5", "distillation.weight does nothing without teacher; leave it out, or set teacher"),
