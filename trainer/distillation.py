@@ -28,6 +28,7 @@ from trainer.loss import (
     column_of,
     compiled_chunks,
     finish_,
+    side_by_side,
     softmax_dtype,
 )
 
@@ -42,6 +43,21 @@ class States(NamedTuple):
     bias: Tensor | None
     """(vocab,), or this rank's elements."""
     softcap: float
+    group: dist.ProcessGroup | None
+    """The ranks that hold the vocabulary's rows; None: each holds all."""
+
+    def split_over(self, group: dist.ProcessGroup | None) -> "States":
+        """The same with the rows that a head has whose vocabulary these ranks hold; all of them call it."""
+        if (group is None) == (self.group is None):
+            return self
+        bias = self.bias
+        if group is None:
+            weight = side_by_side(self.weight.T, self.group).T
+            return self._replace(weight=weight, bias=None if bias is None else side_by_side(bias, self.group))
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        return self._replace(
+            weight=self.weight.chunk(ranks)[rank], bias=None if bias is None else bias.chunk(ranks)[rank]
+        )
 
 
 @dataclass(frozen=True)
@@ -60,19 +76,20 @@ class Divergence:
         targets, group, softcap, settings, _ = given
         measure, differentiate_ = _kernels(settings.compile, settings.compiler_options)
         temperature = self.settings.temperature
+        teacher = self.teacher.split_over(group)
         dtype = softmax_dtype(hidden)
         rows = chunk_rows(len(hidden), 2 * len(weight) * dtype.itemsize, hidden.device.type)
         first_id = dist.get_rank(group) * len(weight) if group else 0
         buffer = hidden.new_empty(rows, len(weight))
-        taught = self.teacher.hidden.new_empty(rows, len(weight))
+        taught = teacher.hidden.new_empty(rows, len(weight))
         measured = hidden.new_empty(_MEASURED, len(hidden), dtype=dtype)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             local_targets = targets[part] - first_id
             logits = torch.mm(hidden[part], weight.T, out=buffer[: len(local_targets)])
             slope = finish_(logits, bias, softcap)
-            teachers = torch.mm(self.teacher.hidden[part], self.teacher.weight.T, out=taught[: len(local_targets)])
-            finish_(teachers, self.teacher.bias, self.teacher.softcap)
+            teachers = torch.mm(teacher.hidden[part], teacher.weight.T, out=taught[: len(local_targets)])
+            finish_(teachers, teacher.bias, teacher.softcap)
             measured[:, part] = _over_group(measure(logits, teachers, local_targets, temperature), group)
             if gradients:
                 ignored = targets[part] == IGNORED

@@ -195,7 +195,7 @@ def _own_sweep(
         part = slice(start, start + rows)
         own_logits = hidden[part] @ weight.T
         slope = finish_(own_logits, bias, softcap)
-        logits = _side_by_side(own_logits, group).to(dtype)
+        logits = side_by_side(own_logits, group).to(dtype)
         is_valid = targets[part] != IGNORED
         with torch.set_grad_enabled(gradients is not None):
             logits.requires_grad_(gradients is not None)
@@ -231,7 +231,7 @@ def own_values(function: Callable[..., Any], logits: Tensor, targets: Tensor, na
     return values
 
 
-def _side_by_side(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def side_by_side(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The columns of all ranks of the group, (rows, vocab)."""
     if group is None:
         return logits

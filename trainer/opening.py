@@ -81,9 +81,9 @@ class Opened:
         """The device's peak FLOP/s; None if it is unknown."""
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
         with mistakes_of_the_job():
+            require_teacher(job)
             for each in job.jobs:
                 require_known_names(each)
-            require_teacher(job, dist.get_world_size())
             self.delta = delta_kernel(config, device, console.line)
             """What computes layers of kind delta; known before the memory is estimated. Empty if there are none."""
             most, *others = [stage.config for stage in largest_first(job.stages, config.training.steps)]

@@ -11,7 +11,7 @@ from checkpoint.bucket_storage import local_copy
 from checkpoint.find import HF_CONFIG_NAME, find_checkpoint, kept_tokenizer
 from checkpoint.folder import Choice, choose
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, steps_in
-from configs.errors import ConfigError, KeelError, UserError
+from configs.errors import KeelError, UserError
 from configs.files import exists, is_file, replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
@@ -33,7 +33,7 @@ from trainer.data.tokenizer import load_tokenizer, losses_of, train_sentencepiec
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
 from trainer.report.sinks.choose import choose_sinks
-from trainer.teacher import know_teacher, teacher_problems, told_teacher
+from trainer.teacher import know_teacher, told_teacher
 
 
 class PreparationStopped(KeelError):
@@ -70,11 +70,11 @@ def require_inputs(job: LoadedConfig) -> None:
         read_manifest(find_checkpoint(standing_for(init_from)))
 
 
-def require_teacher(job: LoadedConfig, world_size: int) -> None:
-    """Check that the teacher, if the job has one, is there and runs on the job's mesh; all ranks must call it.
+def require_teacher(job: LoadedConfig) -> None:
+    """Find the teacher, if the job has one, and let all ranks know its model; all must call it.
 
     Raises:
-        KeelError: it can't be read, or does not fit the job.
+        UserError: it is missing, or can't be read.
     """
     teacher = job.config.distillation.teacher
     if teacher is None:
@@ -88,9 +88,6 @@ def require_teacher(job: LoadedConfig, world_size: int) -> None:
         return told_teacher(teacher)
 
     know_teacher(teacher, on_rank_zero(None, found))  # other hosts may not see its folder
-    for each in job.jobs:
-        if problems := teacher_problems(each.config, world_size):
-            raise ConfigError("\n".join(problems))
 
 
 def _choice(config: Config) -> Choice:

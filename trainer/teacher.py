@@ -29,7 +29,6 @@ from configs.schema import (
     Expert,
     Float8,
     Fsdp,
-    is_described,
     table_of_model,
 )
 from configs.table import with_keys
@@ -42,6 +41,7 @@ from parallelisms.ranges import named_range
 from parallelisms.ranks import Json
 from parallelisms.streams import queue_gathers
 from trainer.distillation import Divergence, States
+from trainer.planning.skeleton import skeleton
 from trainer.stages import build_stages, model_tensors
 
 
@@ -121,7 +121,7 @@ class _LastStates:
         softcap: float = 0.0,
     ) -> Tensor:
         """Arguments as of `CrossEntropy`; returns zero, (), in the place of a loss."""
-        self.states = States(hidden.flatten(0, 1), weight, bias, softcap)
+        self.states = States(hidden.flatten(0, 1), weight, bias, softcap, group)
         return hidden.new_zeros(())
 
 
@@ -163,31 +163,18 @@ def teacher_job(config: Config) -> Config:
         "checkpoint": Checkpoint(init_from=known.place, load="none"),
     }
     dtype = config.training.compute_dtype
-    job = with_keys(
+    return with_keys(
         config.model_copy(update=forward_only),
         training={"dtype": dtype, "reduce_dtype": dtype, "reduction": "fast"},
-        optimizer={"qk_clip": 0.0},
+        optimizer={"qk_clip": 0.0, "groups": []},
         pipeline={"split": None},
-        mesh={"ep": 1} if is_described(model) and not model.n_experts else {},
+        mesh={} if skeleton(model).plan.experts else {"ep": 1},
     )
-    return job
 
 
-def teacher_problems(config: Config, world_size: int | None) -> list[str]:
-    """Return why the teacher can't run forward on the job's mesh; empty if it can, or there is none.
-
-    Args:
-        config: the job.
-        world_size: None if not known yet.
-
-    Raises:
-        KeelError: the teacher can't be read, or has another vocabulary.
-    """
-    if config.distillation.teacher is None:
-        return []
-    teacher = config.distillation.teacher
-    problems = check(teacher_job(config), world_size)
-    return [f'distillation.teacher is "{teacher}", which does not fit {key}: {message}' for key, message in problems]
+def fits_teacher(config: Config) -> bool:
+    """Whether the rules between keys let the teacher run forward on the job's mesh; true without one."""
+    return config.distillation.teacher is None or not check(teacher_job(config), None)
 
 
 @dataclass(frozen=True)

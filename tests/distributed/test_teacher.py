@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
 from configs.plan import plan_of
-from configs.schema import Checkpoint
+from configs.schema import Checkpoint, Distillation
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_options import MOE
@@ -22,6 +23,8 @@ from tests.distributed.test_owner_training import (
     weights,
 )
 from trainer.data.loader import build_loader
+from trainer.distillation import Divergence, States
+from trainer.loss import CrossEntropy
 from trainer.lr_schedule import learning_rate
 
 STEPS = 4
@@ -129,3 +132,51 @@ def test_a_teacher_on_any_mesh(ranks, tmp_path, name):
     assert expected[0][0][2] > 0.5  # the teacher says something else than the model
     for found in ranks(n, run, (*job, *mesh)):
         compare(found, expected)
+
+
+def gradients_with_heads(student_is_split, teacher_is_split):
+    """Loss, divergence and gradients of a model's head, each of both heads split by rows or whole on both ranks."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = {
+        "hidden": (1, 7, 4),
+        "weight": (10, 4),
+        "bias": (10,),
+        "taught": (1, 7, 3),
+        "head": (10, 3),
+        "beside": (10,),
+    }
+    made = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    targets = torch.tensor([[1, 9, -100, 4, 5, 0, 7]])
+    rows = slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
+    own, theirs = (rows if is_split else slice(None) for is_split in (student_is_split, teacher_is_split))
+    seen = []
+    states = States(
+        made["taught"].flatten(0, 1),
+        made["head"][theirs],
+        made["beside"][theirs],
+        softcap=3.0,
+        group=dist.group.WORLD if teacher_is_split else None,
+    )
+    lesson = Divergence(states, Distillation(teacher="x", weight=0.3, temperature=1.5), seen.append)
+    leaves = [made["hidden"], made["weight"][own].clone(), made["bias"][own].clone()]
+    hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    group = dist.group.WORLD if student_is_split else None
+    loss = CrossEntropy(z_loss_weight=0.01)(hidden, weight, targets, group, bias, 2.0, lesson)
+    loss.backward()
+    if student_is_split:
+        dist.all_reduce(hidden.grad)  # each rank has what flows through its rows
+    return loss.detach(), seen[0], hidden.grad, *(gather_rows(each.grad, student_is_split) for each in (weight, bias))
+
+
+def gather_rows(tensor, is_split):
+    parts = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts) if is_split else tensor
+
+
+@pytest.mark.parametrize("split", [(True, True), (True, False), (False, True)])
+def test_heads_that_are_split_in_other_ways(ranks, split):
+    (expected, _) = ranks(2, gradients_with_heads, False, False)
+    for found in ranks(2, gradients_with_heads, *split):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -44,7 +44,7 @@ from trainer.planning.states import BYTES, checkpoint_bytes
 from trainer.planning.step_time import Passes, require_modelled, seconds_of_layers, slowest_rank
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.report.units import size
-from trainer.teacher import teacher_problems
+from trainer.teacher import fits_teacher
 
 BEST = 10
 """Jobs to report."""
@@ -261,7 +261,7 @@ class Search:
                     tables = {"pipeline": pipeline, "activation_checkpoint": way, "context": context}
                     job = self._with(mesh=mesh, training=training, **tables)
                     jobs = (job, *self.later_of(job))
-                    if not any(check(stage, self.ranks) or teacher_problems(stage, self.ranks) for stage in jobs):
+                    if not any(check(stage, self.ranks) or not fits_teacher(stage) for stage in jobs):
                         for comm in self._comms(mesh.tp):  # on which no rule between keys depends
                             each = job.model_copy(update={"comm": comm})
                             yield _Branch(each, self._least_seconds(each))

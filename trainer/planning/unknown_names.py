@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 import trainer.step  # noqa: F401  # the ops of all techniques must be known
-from configs.errors import ConfigError, quotient
+from configs.checks import check
+from configs.errors import ConfigError, UserError, quotient
 from configs.load import LoadedConfig
 from configs.plan import plan_of
 from configs.reading.keys import key_path
@@ -19,6 +20,7 @@ from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
 from trainer.planning.own_code import Fault, fault_of, faults_of_own_code
 from trainer.planning.skeleton import Skeleton, skeleton
+from trainer.teacher import teacher_job
 
 
 def require_known_names(job: LoadedConfig) -> None:
@@ -44,12 +46,30 @@ def _mistakes(config: Config) -> Iterator[Fault]:
     if isinstance(config.model, HfModel):
         yield from fault_of("training.seq_len", lambda: require_positions(config))
     yield from faults_of_own_code(config)
+    yield from _of_teacher(config)
     if config.optimizer.groups:
         names = list(skeleton(config.model).shapes)
         yield from fault_of("optimizer.groups", lambda: frozen_until(config.optimizer, names))
     if table.mode == "selective" and (table.save_ops or table.save_every_nth_matmul > 1):
         key = "save_ops" if table.save_ops else "save_every_nth_matmul"
         yield from fault_of(f"activation_checkpoint.{key}", lambda: _select(config))
+
+
+def _of_teacher(config: Config) -> Iterator[Fault]:
+    """Why the teacher, if it is there, can't run forward on the job's mesh and data."""
+    teacher = config.distillation.teacher
+    if teacher is None:
+        return
+    key = "distillation.teacher"
+    try:
+        job = teacher_job(config)
+    except ConfigError as error:
+        yield key, str(error)
+        return
+    except UserError:  # a launch says so; as data, it may be made before that
+        return
+    for other, message in (*check(job, None), *_mistakes(job)):
+        yield key, f'distillation.teacher is "{teacher}", which does not fit {other}: {message}'
 
 
 def _require_supported(config: Config) -> None:
