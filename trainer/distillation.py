@@ -54,10 +54,10 @@ class States(NamedTuple):
         if group is None:
             weight = side_by_side(self.weight.T, self.group).T
             return self._replace(weight=weight, bias=None if bias is None else side_by_side(bias, self.group))
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        return self._replace(
-            weight=self.weight.chunk(ranks)[rank], bias=None if bias is None else bias.chunk(ranks)[rank]
-        )
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        weight = self.weight.chunk(ranks)[rank]
+        return self._replace(weight=weight, bias=None if bias is None else bias.chunk(ranks)[rank])
 
 
 @dataclass(frozen=True)

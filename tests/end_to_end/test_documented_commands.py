@@ -321,6 +321,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "BOS <fim_prefix> def area(w, h): <fim_suffix> return size <fim_middle> size = w * h EOS      prefix first"
     " (PSM)": "two documents",
     "def main(self):": "a sampled text",
+    "(1 - weight) * cross-entropy(s, text) + weight * T^2 * KL(softmax(t / T) || softmax(s / T))": "a formula",
     "what ranks wait for": "what keel plan --prove prints",
     "plan   a step 1.3 s instead of 1.2 s (+9.2%), the largest difference": "the end of a closing table",
     "ranks wait for each other forever:": "what it prints of a hang",
