@@ -358,7 +358,7 @@ class Distillation(Table):
     """A run, or one of its checkpoints, whose model teaches; of a run folder, the newest checkpoint, which must stay
     the same. Its vocabulary must be this model's. May be in object storage. `keel import` makes one of a Hugging Face
     folder."""
-    weight: Annotated[Fraction, only_with("teacher", reason="which leaves the text as the only target")] = 1.0
+    weight: Annotated[Fraction, only_with("teacher", reason="which leaves the text as the only target")] = 0.5
     """Share of the divergence from the teacher in the gradients; the cross-entropy of the text has the rest."""
     temperature: Annotated[PositiveFloat, only_with("teacher", reason="which leaves no logits to divide")] = 1.0
     """Divides the logits of both models in the divergence, which is multiplied by its square (Hinton et al. 2015)."""

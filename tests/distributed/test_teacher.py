@@ -11,7 +11,9 @@ from configs.plan import plan_of
 from configs.schema import Checkpoint, Distillation
 from models import build_model
 from parallelisms.init import materialize
-from scripts.parity_options import MOE
+from scripts.parity_options import DOCUMENTS as PARITY_DOCUMENTS
+from scripts.parity_options import LATENT as PARITY_LATENT
+from scripts.parity_options import MOE, OPTIONS
 from scripts.parity_reference import _plain_optimizers
 from scripts.parity_rows import words as words_of
 from tests.distributed.test_owner_training import (
@@ -22,6 +24,7 @@ from tests.distributed.test_owner_training import (
     settings,
     weights,
 )
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.distillation import Divergence, States
 from trainer.loss import CrossEntropy
@@ -31,6 +34,11 @@ STEPS = 4
 TEACHER = ("--model.dim", "48", "--model.n_layers", "6", "--model.n_heads", "4", "--training.seed", "5")
 TAUGHT = ("--distillation.weight", "0.7", "--distillation.temperature", "1.7", "--training.z_loss_weight", "1e-3")
 EXPERTS = words_of(MOE)
+FURTHER = words_of(OPTIONS["further tokens"])
+TIED = ("--model.tie_embeddings", "true")
+WINDOW = ("--model.window", "9")
+DOCUMENTS = words_of(PARITY_DOCUMENTS)
+LATENT = words_of(PARITY_LATENT)
 
 
 def write_teacher(words, folder):
@@ -123,7 +131,9 @@ def compare(found, expected, tolerance=1e-10):
         assert (value - expected[1][name]).abs().max() < 1e-9, name
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", marked(MESHES, slow=set(MESHES) - {"FSDP 2, accumulation", "TP 2 x FSDP 2", "PP 2 x FSDP 2"})
+)
 def test_a_teacher_on_any_mesh(ranks, tmp_path, name):
     n, mesh = MESHES[name]
     ranks(1, write_teacher, TEACHER, tmp_path)
@@ -132,6 +142,34 @@ def test_a_teacher_on_any_mesh(ranks, tmp_path, name):
     assert expected[0][0][2] > 0.5  # the teacher says something else than the model
     for found in ranks(n, run, (*job, *mesh)):
         compare(found, expected)
+
+
+DELTA = words_of(OPTIONS["delta"])
+KINDS = {
+    # name: (the model's words, the teacher's, ranks, the mesh's)
+    "experts, EP 2 x FSDP 2": (EXPERTS, (), 4, ("--mesh.ep", "2")),
+    "experts teach experts, EP 2 x TP 2": (EXPERTS, EXPERTS, 4, ("--mesh.ep", "2", "--mesh.tp", "2")),
+    "experts teach, owner 2": ((), EXPERTS, 2, owners(2)),
+    "further tokens of both, PP 2": (FURTHER, FURTHER, 2, ("--mesh.pp", "2")),
+    "tied ends of both, PP 2 x FSDP 2": (TIED, TIED, 4, ("--mesh.pp", "2")),
+    "states teach, documents, CP 2": (DOCUMENTS, DELTA, 2, ("--mesh.cp", "2")),
+    "latents and windows, FSDP 3": (LATENT, WINDOW, 3, ("--training.global_batch_size", "6")),
+    "gathers ahead of none": ((), FURTHER, 2, ("--comm.prefetch", "0", "--comm.streams", "per_group")),
+    "ZeRO 1, full": (TIED, EXPERTS, 2, ("--fsdp.zero_stage", "1", "--activation_checkpoint.mode", "full")),
+    "Muon, HSDP 2x2": (("--optimizer.name", "muon"), TIED, 4, ("--mesh.dp_replicate", "2")),
+}
+
+
+@pytest.mark.parametrize("name", marked(KINDS, slow=list(KINDS)[1:]))
+def test_models_of_other_kinds(ranks, tmp_path, name):
+    model, teacher, n, mesh = KINDS[name]
+    ranks(1, write_teacher, (*TEACHER, *teacher), tmp_path)
+    job = (*TAUGHT, *model, "--distillation.teacher", str(tmp_path / "step-00000003"))
+    if "--training.global_batch_size" in mesh:
+        job += mesh
+    (expected,) = ranks(1, run, job)
+    for found in ranks(n, run, (*job, *mesh)):
+        compare(found, expected, tolerance=1e-9)
 
 
 def gradients_with_heads(student_is_split, teacher_is_split):

@@ -57,7 +57,7 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             'place this job has "torch.nn.functional:nll_loss"; leave distillation.teacher out, or training.loss',
         ),
         ("distillation.teacher=", '"" names nothing (is a variable of the shell not set?); leave it out'),
-        ("distillation.weight=0.5", "distillation.weight does nothing without teacher; leave it out, or set teacher"),
+        ("distillation.weight=0.7", "distillation.weight does nothing without teacher; leave it out, or set teacher"),
         ("model.mup_base_head_dim=8", "model.mup_base_head_dim does nothing without mup_base_dim"),
         (
             "model.rope_scaling={factor=8.0,low_freq_factor=4.0}",
