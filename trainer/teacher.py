@@ -23,12 +23,15 @@ from configs.places import standing_for
 from configs.schema import (
     ActivationCheckpoint,
     AnyModel,
+    Attention,
+    Average,
     Checkpoint,
     Config,
     Distillation,
     Expert,
     Float8,
     Fsdp,
+    Optimizer,
     table_of_model,
 )
 from configs.table import with_keys
@@ -155,7 +158,10 @@ def teacher_job(config: Config) -> Config:
         )
     forward_only = {
         "model": model,
+        "optimizer": Optimizer(lr=1.0),
+        "average": Average(),
         "activation_checkpoint": ActivationCheckpoint(),
+        "attention": Attention(),
         "fsdp": Fsdp(),
         "expert": Expert(),
         "float8": Float8(),
@@ -166,7 +172,6 @@ def teacher_job(config: Config) -> Config:
     return with_keys(
         config.model_copy(update=forward_only),
         training={"dtype": dtype, "reduce_dtype": dtype, "reduction": "fast"},
-        optimizer={"qk_clip": 0.0, "groups": []},
         pipeline={"split": None},
         mesh={} if skeleton(model).plan.experts else {"ep": 1},
     )

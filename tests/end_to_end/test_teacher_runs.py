@@ -1,11 +1,14 @@
 """Runs that learn from a teacher: what they log, that a stop and another folder leave no trace, what is refused."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import launch, launch_here, records, run_script
+from tests.end_to_end.launch import TINY, launch, launch_here, records, run_script
+from tests.hf_families import NEEDS_TRANSFORMERS
 
 WIDER = ("--model.dim", "48", "--model.n_layers", "3", "--model.n_heads", "6", "--model.n_kv_heads", "3")
 TAUGHT = "--distillation.weight 0.5 --distillation.temperature 2 --checkpoint.interval 3 --training.steps"
@@ -54,3 +57,30 @@ def test_without_its_teacher_a_run_is_scored(tmp_path, teacher):
     found = run_script(tmp_path, "score.py", "run")
     assert found.code == 0, found.err
     assert f"loss {validated[-1]:.5f} on 4 validation sequences" in found.out
+
+
+PHI = {"model_type": "phi", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+FLOAT64 = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.slow
+def test_a_model_of_transformers_teaches_and_learns(tmp_path):
+    """Its head has a bias; a teacher of one kind and a model of another are split in different ways."""
+    (tmp_path / "phi").mkdir()
+    (tmp_path / "phi" / "config.json").write_text(json.dumps({**PHI, "num_attention_heads": 4}))
+    table = re.compile(r"\[model\].*?\n\n", re.DOTALL)
+    (tmp_path / "phi.toml").write_text(table.sub('[model]\narchitecture = "hf"\nhf = "phi"\n\n', TINY.read_text()))
+    jobs = {"llama": TINY, "phi": tmp_path / "phi.toml"}
+    for name, job in jobs.items():
+        launch(tmp_path, f"{FLOAT64} --training.steps 2 --job.output_dir of_{name}", config=job)
+    for model, teacher in (("llama", "phi"), ("phi", "llama")):
+        found = {}
+        for mesh, ranks in {"": 0, "--mesh.tp 2": 2, "--mesh.pp 2": 2}.items():
+            words = (
+                f"{FLOAT64} --training.steps 3 --distillation.teacher of_{teacher} --job.output_dir {model}{len(found)}"
+            )
+            launch(tmp_path, f"{words} {mesh}", ranks, config=jobs[model])
+            logged = records(tmp_path / f"{model}{len(found)}")
+            found[mesh] = [each[key] for each in logged for key in ("loss", "grad_norm", "distillation_loss")]
+        assert all(numbers == pytest.approx(found[""], rel=1e-10) for numbers in found.values())
