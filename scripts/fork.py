@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Console) -> None:
+    from trainer.teacher import teacher_seal
+
     refuse_keys(overrides, ["job.output_dir", "job.name"], "--output FOLDER names the new run, and its folder")
     refuse_keys(overrides, _OF_THE_FORK, "a fork sets it itself; leave it out")
     run: Path = options.run
@@ -83,6 +85,9 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
         job = _job_of(run, output, options.without, overrides, manifest.step)
         config = job.config.model_dump(mode="json")
         changes = later_diff(manifest.config, config, manifest.step)
+        teacher = teacher_seal(job.config)
+        if teacher != manifest.teacher:
+            changes.append(f"checkpoint of distillation.teacher: {manifest.teacher} -> {teacher}")
         require_counted(manifest.config, config, manifest.step, manifest.tokens)
         _require_fitting(checkpoint, manifest, job)
         saved = read_trainer_state(checkpoint)
@@ -92,7 +97,8 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
             folder_for(output, f"{inside}/{FORKED}/{MANIFEST_NAME}", console, put_as_saves_do) as folder,
             unfinished_folder(folder) as unfinished,
         ):
-            _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
+            begun = replace(manifest, teacher=teacher)
+            _write(unfinished, run, checkpoint, begun, job, changes, {**saved, "data": position})
             if is_url(output):
                 _move_into(unfinished / inside, FORKED)
             lock.require_there()
@@ -268,11 +274,9 @@ def _write(
 ) -> None:
     """Write the run folder: its checkpoint, its job file, the tokenizer, and the metrics of the steps before."""
     from checkpoint.fork import fork_checkpoint
-    from trainer.teacher import teacher_seal
 
     config = job.config.model_dump(mode="json")
-    begun = replace(manifest, teacher=teacher_seal(job.config))
-    fork_checkpoint(with_tensors(checkpoint), begun, folder / "checkpoints", config, changes, trainer_state)
+    fork_checkpoint(with_tensors(checkpoint), manifest, folder / "checkpoints", config, changes, trainer_state)
     write_atomically(folder / "config.toml", [job.to_toml()])
     tokenizer = tokenizer_of(checkpoint)
     if tokenizer and is_file(tokenizer):

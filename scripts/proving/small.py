@@ -63,6 +63,8 @@ def _notes(config: Config) -> Iterator[str]:
         yield f"computed in float64, not in {' and '.join(sorted(dtypes))}: there, round-off hides faults"
     if config.float8.recipe != "none":
         yield 'float8 matmuls are left out; their proof is keel parity --rows "float8*"'
+    if config.distillation.teacher:
+        yield "distillation.teacher is left out; tests/distributed/test_teacher.py compares it with plain PyTorch"
     if config.fsdp.owner_broadcast_dtype:
         yield "fsdp.owner_broadcast_dtype is left out: it rounds"
     if config.average.dtype == "bfloat16":

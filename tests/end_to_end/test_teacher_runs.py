@@ -49,6 +49,17 @@ def test_what_another_teacher_would_do_is_refused(tmp_path, teacher):
     assert "which does not fit mesh.tp: tp 2 does not divide" in found.said
 
 
+def test_a_fork_changes_the_teacher_and_says_so(tmp_path, teacher):
+    launch(tmp_path, f"{TAUGHT} 3 --distillation.teacher {teacher}")
+    older = str(teacher / "checkpoints" / "step-00000003")
+    for name, other in (("other", older), ("without", "none")):
+        words = ("run", "--output", name, "--distillation.teacher", other, "--training.steps", "5")
+        assert "checkpoint of distillation.teacher: " in run_script(tmp_path, "fork.py", *words).out
+        launch(tmp_path, config=tmp_path / name / "config.toml")
+    assert [each["distillation_loss"] for each in records(tmp_path / "other")][-1] > 0
+    assert "distillation_loss" not in records(tmp_path / "without")[-1]
+
+
 def test_without_its_teacher_a_run_is_scored(tmp_path, teacher):
     shutil.copytree(teacher, tmp_path / "teacher")
     launch(tmp_path, f"{TAUGHT} 3 {HELD_OUT} --distillation.teacher teacher")
