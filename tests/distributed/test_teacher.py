@@ -11,6 +11,7 @@ from configs.plan import plan_of
 from configs.schema import Checkpoint, Distillation
 from models import build_model
 from parallelisms.init import materialize
+from scripts.parity_compare import attention_that_compiles
 from scripts.parity_options import DOCUMENTS as PARITY_DOCUMENTS
 from scripts.parity_options import LATENT as PARITY_LATENT
 from scripts.parity_options import MOE, OPTIONS
@@ -58,6 +59,11 @@ def write_teacher(words, folder):
 
 def run(words):
     """Each step's loss, norm and divergence, and the weights after the last, of a job."""
+    with attention_that_compiles():
+        return _run(words)
+
+
+def _run(words):
     learner = learner_of(settings(words, FLOAT64))
     config, mesh = learner.config, learner.mesh
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
