@@ -160,6 +160,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
     # Two steps a stage.
+    "keel train debug.toml --model.dim 96 --distillation.teacher runs/debug --job.name student": "keel train debug.toml"
+    f" --model.dim 96 --distillation.teacher runs/debug --job.name student --training.steps 2 {BATCH}",
     "keel train debug_stages.toml": f"keel train debug_stages.toml --training.steps 6 --checkpoint.interval 2 {BATCH}"
     " --stages.0.at_step 2 --stages.1.at_step 4 --stages.1.training.seq_len 64",
     "keel score runs/debug_stages --step 300 --training.seq_len 256 --data.document_mask false"
