@@ -27,7 +27,7 @@ def missing_paths(job: LoadedConfig) -> list[str]:
     """Return a line for each missing path, with where it was set; paths that the job creates itself are left out."""
     found = [(job, missing) for missing in _tokenizer(job.config)]
     found += [(each, missing) for each in job.jobs for missing in _data(each.config)]
-    found += [(job, missing) for missing in (*_checkpoint(job.config), *_teacher(job.config), *_commands(job.config))]
+    found += [(job, missing) for missing in (*_checkpoint(job.config), *_commands(job.config))]
     return list(dict.fromkeys(_line(each, missing) for each, missing in found))
 
 
@@ -113,14 +113,13 @@ def _checkpoint(config: Config) -> Iterator[Missing]:
         what = 'no such folder (use "latest", "none", a step or a path)'
         yield from _looked_at("checkpoint.load", load, _folder("checkpoint.load", load, what))
     if init_from is not None and (load == "none" or not has_own):
-        key = "checkpoint.init_from"
-        yield from _looked_at(key, init_from, _folder(key, init_from, "no such folder of a checkpoint or run"))
-
-
-def _teacher(config: Config) -> Iterator[Missing]:
+        yield from _model("checkpoint.init_from", init_from)
     if (teacher := config.distillation.teacher) is not None:
-        key = "distillation.teacher"
-        yield from _looked_at(key, teacher, _folder(key, teacher, "no such folder of a checkpoint or run"))
+        yield from _model("distillation.teacher", teacher)
+
+
+def _model(key: str, path: str) -> Iterator[Missing]:
+    return _looked_at(key, path, _folder(key, path, "no such folder of a checkpoint or run"))
 
 
 def _commands(config: Config) -> Iterator[Missing]:

@@ -769,12 +769,13 @@ _RUN = (
     *("float8", "fault.spikes", "fsdp.owner_broadcast_dtype", "stages"),
 )
 """Tables and keys that decide what is learned, except for:"""
+BY_CONTENT = ("tokenizer.path", "distillation.teacher")
+"""Paths that may change, since what they name may move: its content decides what is learned, and is compared."""
 _MACHINE = (
+    *BY_CONTENT,
     "data.cache_gib",
     "data.cache_folder",
     "model.max_seq_len",  # told to others by exports
-    "tokenizer.path",  # the file may move: its content is compared
-    "distillation.teacher",  # likewise
     "training.steps",
     "training.micro_batch_size",
     "training.deterministic",

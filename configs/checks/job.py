@@ -36,11 +36,16 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.checkpoint
     load = config.checkpoint.load
     validated = config.validation.interval
-    for key, name in (("load", load), ("init_from", table.init_from)):
+    names = {
+        "checkpoint.load": load,
+        "checkpoint.init_from": table.init_from,
+        "distillation.teacher": config.distillation.teacher,
+    }
+    for key, name in names.items():
         if is_url(str(name)) and (fault := url_fault(str(name))):
-            yield f"checkpoint.{key}", fault
+            yield key, fault
         if name == "":
-            yield f"checkpoint.{key}", '"" names nothing (is a variable of the shell not set?); leave it out'
+            yield key, '"" names nothing (is a variable of the shell not set?); leave it out'
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}; give a step of 0 or more"
     if table.go_back and load in ("latest", "none"):

@@ -6,7 +6,6 @@ from configs.architectures.llama_keys import has_attention
 from configs.checks.rule import Problem, Rule
 from configs.layout import schedule_lengths
 from configs.own_code import is_import_path
-from configs.places import is_url, url_fault
 from configs.schema import Config, is_described
 
 _MOST_TOKENS = 2**40
@@ -120,14 +119,7 @@ def _exact(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _distillation(config: Config, _: int | None) -> Iterator[Problem]:
-    teacher = config.distillation.teacher
-    if teacher is None:
-        return
-    if teacher == "":
-        yield "distillation.teacher", '"" names nothing (is a variable of the shell not set?); leave it out'
-    elif is_url(teacher) and (fault := url_fault(teacher)):
-        yield "distillation.teacher", fault
-    if is_import_path(config.training.loss):
+    if config.distillation.teacher is not None and is_import_path(config.training.loss):
         yield (
             "distillation.teacher",
             f'the divergence takes a share of the cross-entropy, in whose place this job has "{config.training.loss}"; '

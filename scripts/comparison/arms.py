@@ -15,7 +15,7 @@ from configs.load import LoadedConfig, load
 from configs.reading.keys import find, flat, key_path, nearest
 from configs.reading.toml_text import text_or_not_set
 from configs.run_stages import stage_of
-from configs.schema import Config, is_run_key
+from configs.schema import BY_CONTENT, Config, is_run_key
 from models import build_model
 from scripts.comparison.runs import own_words
 
@@ -120,7 +120,7 @@ def _changes(first: Config, second: Config) -> list[str]:
     """The keys that differ between the jobs of two stages."""
     before, after = (flat(config.model_dump(exclude={"stages"})) for config in (first, second))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in _EXPECTED]
-    marks = {key: "" if is_run_key(key) else " (machine key)" for key in keys}
+    marks = {key: "" if is_run_key(key) or key in BY_CONTENT else " (machine key)" for key in keys}
     changes = {key: f"{text_or_not_set(before.get(key))} -> {text_or_not_set(after.get(key))}" for key in keys}
     return [f"{key}: {change}{marks[key]}" for key, change in changes.items()]
 

@@ -255,10 +255,13 @@ def test_what_differs_is_named():
         "b",
         "--checkpoint.init_from",
         "x",
+        "--distillation.teacher",
+        "y",
     )
     after = load("tests/end_to_end/tiny.toml", words, 2)
     assert differences(job_of(), after) == [
         "optimizer.lr: 0.01 -> 0.02",
+        'distillation.teacher: (not set) -> "y"',
         "mesh.tp: 1 -> 2 (machine key)",
         'checkpoint.init_from: (not set) -> "x" (machine key)',
     ]
