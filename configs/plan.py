@@ -113,10 +113,14 @@ class Plan:
     """Why tensor parallelism can't split the model; empty if it can."""
 
     counters: tuple[str, ...] = ()
-    """Modules that count the tokens of their experts, each a `Counter`, in a model whose routers are its own."""
+    """Modules that count the tokens of their experts, each a `Counter`, in a model whose routers don't: one for each
+    router, or there are none."""
 
     n_counted: int = 0
-    """Experts that each of these has, in the whole model."""
+    """Experts whose tokens each router or counter counts, in any part of the model; 0: there are none."""
+
+    has_losses_of_layers: bool = False
+    """Whether layers have losses of their own, as those that balance experts."""
 
     why_no_pipeline: str = ""
     """Why a pipeline can't cut the model; empty if it can."""
@@ -248,6 +252,10 @@ class Router(LocalWeights, Protocol):
     """(experts,) int64: tokens sent to each expert since the last step. Read and zeroed by: load balancing."""
     entropy: Any
     """Sum over these tokens of the entropy of their shares, a scalar; as above."""
+    experts_per_token: int
+    """How many experts each token is sent to."""
+    settings: Any
+    """Its keys (`configs.architectures.llama_keys.Router`)."""
     bias: Any
     """(experts,), added to the scores for the choice; None without load_balance = "bias". Moved by: load balancing."""
     frequency: Any
@@ -275,9 +283,9 @@ def routers_of(model: Any) -> dict[str, Router]:
 
 
 def counters_of(model: Any) -> dict[str, Counter]:
-    """The modules that count tokens of experts, by name: routers, or those of `Plan.counters`."""
+    """The modules that count tokens of experts, by name: those of `Plan.counters`, or routers."""
     plan = plan_of(model)
-    return {name: model.get_submodule(name) for name in (*plan.routers, *plan.counters)}
+    return {name: model.get_submodule(name) for name in plan.counters or plan.routers}
 
 
 class Buffers(Protocol):

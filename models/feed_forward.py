@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import has_gate
+from configs.architectures.llama_keys import Activation, has_gate
 from configs.schema import Model
 
 
@@ -13,7 +13,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: Model, inner_dim: int) -> None:
         super().__init__()
         self.activation = config.activation
-        self.gate_proj = nn.Linear(config.dim, inner_dim, bias=False) if has_gate(config) else None
+        self.gate_proj = nn.Linear(config.dim, inner_dim, bias=False) if has_gate(config.activation) else None
         self.up_proj = nn.Linear(config.dim, inner_dim, bias=False)
         self.down_proj = nn.Linear(inner_dim, config.dim, bias=False)
 
@@ -23,7 +23,7 @@ class FeedForward(nn.Module):
         return self.down_proj(activate(self.activation, gate, self.up_proj(x)))
 
 
-def activate(activation: str, gate: Tensor | None, up: Tensor) -> Tensor:
+def activate(activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
     """What a feed-forward does between its matrices; without a gate, the square of what is positive."""
     if gate is None:
         return F.relu(up).square()

@@ -201,6 +201,8 @@ class Llama(nn.Module):
             mixers=mixers,
             experts=tuple(f"{mixture}.experts" for mixture in mixtures),
             routers=tuple(f"{mixture}.router" for mixture in mixtures),
+            n_counted=self.config.n_experts or 0,
+            has_losses_of_layers=bool(self.config.n_experts) and self.config.router.has_auxiliary_loss,
             tensor_parallel={
                 name: role
                 for name, role in tensor_parallel_roles(self.config).items()

@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import has_gate
-from configs.architectures.llama_keys import expert_dim
+from configs.architectures.llama_keys import Activation, expert_dim, has_gate
+from configs.architectures.llama_keys import Router as RouterKeys
 from configs.schema import Model
 from models.feed_forward import FeedForward, activate
 from models.grouped_mm import grouped_mm
@@ -72,16 +72,15 @@ class Router(nn.Module):
     tokens_per_expert: Tensor
     entropy: Tensor
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, dim: int, n_experts: int, experts_per_token: int, settings: RouterKeys) -> None:
         super().__init__()
-        assert config.n_experts is not None
-        self.config = config
-        self.settings = config.router
-        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
-        self.register_buffer("bias", torch.zeros(config.n_experts) if self.settings.has_bias else None)
-        even = torch.ones(config.n_experts, dtype=torch.float64)
-        self.register_buffer("frequency", even if self.settings.balances_global_batch else None, persistent=False)
-        counts = torch.zeros(config.n_experts, dtype=torch.int64)
+        self.experts_per_token = experts_per_token
+        self.settings = settings
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        self.register_buffer("bias", torch.zeros(n_experts) if settings.has_bias else None)
+        even = torch.ones(n_experts, dtype=torch.float64)
+        self.register_buffer("frequency", even if settings.balances_global_batch else None, persistent=False)
+        counts = torch.zeros(n_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.register_buffer("entropy", torch.zeros((), dtype=torch.float64), persistent=False)
         self.local: Callable[[Tensor], Tensor] = unchanged
@@ -112,7 +111,7 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if self.settings.scoring == "softmax" else logits.sigmoid()
         shares = scores if self.settings.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
         preference = scores.detach() if self.bias is None else scores.detach() + self.bias
-        experts = self._in_best_groups(preference).topk(self.config.experts_per_token, dim=-1).indices
+        experts = self._in_best_groups(preference).topk(self.experts_per_token, dim=-1).indices
         tokens = count(experts, scores.shape[-1])
         weights = self._weights(logits, scores, experts)
         if self.settings.scaling_factor != 1.0:
@@ -152,7 +151,7 @@ class Router(nn.Module):
         tokens = self.sum_over_sequence(tokens).to(shares.dtype)
         chosen = tokens.sum(-1, keepdim=True)  # experts_per_token * T
         frequency = tokens * (tokens.shape[-1] / chosen) if self.frequency is None else self.frequency.to(shares.dtype)
-        mean_share = shares.sum(1) * (self.config.experts_per_token / chosen)
+        mean_share = shares.sum(1) * (self.experts_per_token / chosen)
         return self.settings.auxiliary_loss_weight * (frequency * mean_share).sum()
 
     def record(self, load: Load) -> None:
@@ -189,15 +188,14 @@ class _WithLoss(torch.autograd.Function):
 class Experts(nn.Module):
     """Feed-forwards side by side, each applied to its own rows."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, n_experts: int, dim: int, inner_dim: int, activation: Activation) -> None:
         super().__init__()
-        assert config.n_experts is not None
-        inner = expert_dim(config)
-        self.activation = config.activation
-        has_gates = has_gate(config)
-        self.gate_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim)) if has_gates else None
-        self.up_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim))
-        self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.dim, inner))
+        self.n_experts = n_experts
+        self.activation = activation
+        gates = torch.empty(n_experts, inner_dim, dim)
+        self.gate_proj = nn.Parameter(gates) if has_gate(activation) else None
+        self.up_proj = nn.Parameter(torch.empty(n_experts, inner_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, dim, inner_dim))
         self.local: Callable[[Tensor], Tensor] = unchanged
         """Maps a stored weight to this rank's part of it; a technique that shards the weights replaces it."""
         self.products: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
@@ -241,8 +239,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: Model) -> None:
         super().__init__()
-        self.router = Router(config)
-        self.experts = Experts(config)
+        assert config.n_experts is not None
+        self.router = Router(config.dim, config.n_experts, config.experts_per_token, config.router)
+        self.experts = Experts(config.n_experts, config.dim, expert_dim(config), config.activation)
         # Shared experts side by side are one feed-forward of their joint width (Dai et al. 2024, DeepSeekMoE).
         shared = config.n_shared_experts * expert_dim(config)
         self.shared_experts = FeedForward(config, shared) if shared else None

@@ -7,7 +7,7 @@ A model is a module that is called like Keel's own, `model(tokens, positions, do
 plan (docs/own_models.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,21 @@ from configs.plan import Plan, TensorRole
 from models.attention import Mask, attend, document_mask
 from models.documents import Documents, has_kernel
 from models.llama import Head, Loss
+from models.own_experts import Experts, Router, RouterKeys
 
-__all__ = ["CausalLm", "Documents", "Head", "Loss", "Mask", "Options", "attend", "plan_of_parts"]
+__all__ = [
+    "CausalLm",
+    "Documents",
+    "Experts",
+    "Head",
+    "Loss",
+    "Mask",
+    "Options",
+    "Router",
+    "RouterKeys",
+    "attend",
+    "plan_of_parts",
+]
 
 _SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*")
 _INIT_STD = 0.02
@@ -60,6 +73,9 @@ def plan_of_parts(
     attention: str = "",
     tensor_parallel: Mapping[str, TensorRole] | None = None,
     save_ops: tuple[str, ...] = _SAVE_OPS,
+    experts: str = "",
+    router: str = "",
+    n_experts: int = 0,
 ) -> Plan:
     """The plan of a model, or of a pipeline's stage, in which parts are missing.
 
@@ -74,6 +90,9 @@ def plan_of_parts(
         tensor_parallel: roles (`configs.plan.Plan`) of modules and parameters, by their names in a block; embedding
             and head need none. None: tensor parallelism can't split the model.
         save_ops: costly ops, whose outputs selective activation checkpointing keeps.
+        experts: in each block that is a mixture, the `Experts`; "": there are none.
+        router: in these blocks, the `Router`; "": the model chooses experts in its own way, and balances them.
+        n_experts: experts of each such block.
     """
     numbers = [name for name, _ in model.get_submodule(blocks).named_children()]
     names = tuple(f"{blocks}.{number}" for number in numbers)
@@ -82,8 +101,13 @@ def plan_of_parts(
     last = tuple(name for name in after if getattr(model, name, None) is not None)
     is_tied = parameters.get(f"{before[0]}.weight") is parameters.get(f"{after[-1]}.weight")
     groups = [(name,) for name in names]
+    of_experts = _mixtures(model, names, experts, n_experts, is_whole=len(names) == n_blocks)
+    routers = tuple(f"{name.removesuffix(experts)}{router}" for name in of_experts if router)
     roles: dict[str, TensorRole] = {}
     if tensor_parallel is not None:
+        for name, module in of_experts.items():
+            roles[name] = "whole_experts"
+            roles |= {f"{name}.{parameter}": role for parameter, role in module.tensor_parallel.items()}
         roles |= {f"{name}.{part}": role for name in names for part, role in tensor_parallel.items()}
         ends: dict[str, TensorRole] = {before[0]: "whole_embedding", after[-1]: "whole_head"}
         roles |= {name: role for name, role in ends.items() if name in (*first, *last)}
@@ -97,9 +121,42 @@ def plan_of_parts(
         fsdp_groups=tuple(groups if is_tied else filter(None, (first, *groups, last))),
         attention=tuple(f"{name}.{attention}" for name in names) if attention else (),
         mixers=tuple(f"{name}.{attention}" if attention else name for name in names),
-        experts=(),
-        routers=(),
+        experts=tuple(of_experts),
+        routers=routers,
+        counters=tuple(of_experts),
+        n_counted=n_experts,
+        has_losses_of_layers=any(_has_loss(model.get_submodule(name)) for name in routers),
+        why_not_distributed="" if experts else "its plan has no stacked experts (experts)",
         tensor_parallel=roles,
         save_ops=save_ops,
         cannot_split="" if roles else "its plan has no roles of tensor parallelism (tensor_parallel)",
     )
+
+
+def _mixtures(
+    model: nn.Module, blocks: Sequence[str], experts: str, n_experts: int, is_whole: bool
+) -> dict[str, Experts]:
+    """The `Experts` of the blocks that have them, by name.
+
+    Raises:
+        ValueError: a whole model has none, or others than the plan says.
+    """
+    modules = dict(model.named_modules())
+    there = [name for block in blocks if experts and (name := f"{block}.{experts}") in modules]
+    found: dict[str, Experts] = {}
+    for name in there:
+        module = modules[name]
+        if not isinstance(module, Experts):
+            raise ValueError(f"{name}, which the plan names as experts, is no models.own.Experts")
+        if module.n_experts != n_experts:
+            raise ValueError(f"{name} has {module.n_experts} experts, and the plan says that n_experts is {n_experts}")
+        found[name] = module
+    if experts and is_whole and not found:
+        raise ValueError(f"no block has a module {experts}, which the plan names as experts")
+    return found
+
+
+def _has_loss(router: nn.Module) -> bool:
+    if not isinstance(router, Router):
+        raise ValueError("the router that the plan names is no models.own.Router; leave a router of one's own out")
+    return router.settings.has_auxiliary_loss

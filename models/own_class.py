@@ -35,6 +35,8 @@ def build_own(config: OwnModel) -> nn.Module:
             f'"{name}" has no plan, which says how techniques may split it; give it a property plan that returns a '
             "configs.plan.Plan, such as models.own.plan_of_parts makes"
         )
+    if plan.experts and config.experts_per_token is None:
+        raise ConfigError(f'"{name}" has experts, but no option experts_per_token, by which its FLOPs are counted')
     for fault in (*_wrong_names(model, plan), *_wrong_values(model)):
         raise ConfigError(f'"{name}" {fault}')
     return model
@@ -45,7 +47,8 @@ def _wrong_names(model: nn.Module, plan: Plan) -> Iterator[str]:
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     groups = [name for group in plan.fsdp_groups for name in group]
-    named = (*plan.blocks, *plan.before_blocks, *plan.after_blocks, *groups, *plan.attention, *plan.mixers)
+    of_experts = (*plan.experts, *plan.routers, *plan.counters)
+    named = (*plan.blocks, *plan.before_blocks, *plan.after_blocks, *groups, *plan.attention, *plan.mixers, *of_experts)
     for name in named:
         if name not in modules:
             yield f"has no module {name}, which its plan names"

@@ -28,11 +28,13 @@ def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:
     """Set each router's factor on the auxiliary loss and, with context parallelism, its sum over a sequence's ranks.
 
     Gradients are summed over the ranks. Every rank therefore gives a sequence the same weight in the mean over the
-    global batch, and tensor-parallel ranks, which all compute the same loss, each contribute 1/tp of it.
+    global batch. Tensor-parallel ranks all compute the same loss: where their gradients of a router are summed, each
+    contributes 1/tp of it.
     """
     sizes = mesh.sizes
+    n_summed = 1 if plan_of(model).keeps_sequences_whole else sizes.tp
     for router in routers_of(model).values():
-        router.balance_scale = 1.0 / (config.training.global_batch_size * sizes.tp)
+        router.balance_scale = 1.0 / (config.training.global_batch_size * n_summed)
         if sizes.cp > 1:
             router.sum_over_sequence = partial(_sum_over, group=mesh.cp.get_group().group_name)
 
@@ -75,21 +77,24 @@ class LoadBalance:
         self._mesh = mesh
         self._routers: dict[str, Router] = {}
         self._counters: dict[str, Counter] = {}
-        self._n_experts = config.model.n_experts or 0
+        self._n_experts = max(plan_of(stage).n_counted for stage in stages.values())
         self._layers: list[int] = []
         """The layer number of each counter."""
         for stage in stages.values():
             plan = plan_of(stage)
-            self._n_experts = max(self._n_experts, plan.n_counted)
             self._routers |= routers_of(stage)
             for name, counter in counters_of(stage).items():
                 self._counters[name] = counter
                 blocks = enumerate((*plan.blocks, *plan.further_blocks))
                 block = next(i for i, block in blocks if name.startswith(f"{block}."))
                 self._layers.append(plan.first_block + block)
+        per_token = [router.experts_per_token for router in self._routers.values()]
+        self._per_token = torch.tensor(per_token, dtype=torch.float64, device=mesh.device)
+        self._unknown = torch.zeros(len(self._counters), dtype=torch.float64, device=mesh.device)
+        """What is measured of routers that are a model's own."""
         self._counts = torch.zeros(0)
-        """(counters, n_experts + 1), last step: tokens of each expert, and the entropy. In float64, which represents
-        integers up to 2^53 exactly, so that one collective sums both."""
+        """(counters, n_experts + 2), last step: tokens of each expert, the entropy, and the tokens that it is of. In
+        float64, which represents integers up to 2^53 exactly, so that one collective sums all."""
         self._is_summed = False
         self.repeated_steps = 0 if config.expert.exchange == "buffers" else None
         """`Balance.repeated_steps`."""
@@ -101,14 +106,13 @@ class LoadBalance:
         if not self._counters:
             return
         tokens = torch.stack([counter.tokens_per_expert.double() for counter in self._counters.values()])
-        entropies = [router.entropy for router in self._routers.values()] or [tokens.new_zeros(())] * len(tokens)
-        self._counts = torch.cat((tokens, torch.stack(entropies)[:, None]), dim=1)
+        entropies = [router.entropy for router in self._routers.values()]
+        measured = (torch.stack(entropies), tokens.sum(1) / self._per_token) if entropies else (self._unknown,) * 2
+        self._counts = torch.cat((tokens, torch.stack(measured, dim=1)), dim=1)
         self._is_summed = False
-        if not is_described(self._config):
-            return
-        if self._config.router.has_bias:
-            self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
-        if self._config.router.balances_global_batch:
+        if any(router.bias is not None for router in self._routers.values()):
+            self._move_biases(1 - skip.double())
+        if any(router.frequency is not None for router in self._routers.values()):
             self._keep_frequencies(skip)
 
     @torch.no_grad()
@@ -119,17 +123,19 @@ class LoadBalance:
         for router in self._routers.values():
             router.entropy.zero_()
 
-    def _move_biases(self, rate: Tensor) -> None:
-        tokens = self._summed()[:, :-1]
-        steps = (tokens.mean(1, keepdim=True) - tokens).sign() * rate
-        for router, step in zip(self._routers.values(), steps, strict=True):
-            router.bias += step
+    def _move_biases(self, keep: Tensor) -> None:
+        tokens = self._summed()[:, :-2]
+        directions = (tokens.mean(1, keepdim=True) - tokens).sign()
+        for router, direction in zip(self._routers.values(), directions, strict=True):
+            if router.bias is not None:
+                router.bias += direction * (router.settings.bias_update_rate * keep)
 
     def _keep_frequencies(self, skip: Tensor) -> None:
-        tokens = self._summed()[:, :-1]
+        tokens = self._summed()[:, :-2]
         frequencies = tokens / tokens.mean(1, keepdim=True)
         for router, frequency in zip(self._routers.values(), frequencies, strict=True):
-            router.frequency.copy_(torch.where(skip.bool(), router.frequency, frequency))
+            if router.frequency is not None:
+                router.frequency.copy_(torch.where(skip.bool(), router.frequency, frequency))
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has of the balance, by name, beside the routers' biases, which are the model's."""
@@ -149,22 +155,19 @@ class LoadBalance:
         if not n_experts:
             return None
         n_layers = len(block_names(self._config)) if is_described(self._config) else self._config.n_layers
-        whole = torch.zeros(n_layers, n_experts + 1, dtype=torch.float64, device=self._mesh.device)
+        whole = torch.zeros(n_layers, n_experts + 2, dtype=torch.float64, device=self._mesh.device)
         if self._counters:
             whole[self._layers] = self._summed()
         rows = self._mesh.sum_over_pp(whole).tolist()
-        tokens = {layer: [int(n) for n in row[:-1]] for layer, row in enumerate(rows) if any(row)}
+        tokens = {layer: [int(n) for n in row[:-2]] for layer, row in enumerate(rows) if any(row)}
         if not tokens:  # with all routers frozen, experts of other families count nothing
             return None
-        entropy = entropies = None
-        if is_described(self._config):
-            per_token = self._config.experts_per_token
-            entropies = {layer: rows[layer][-1] * per_token / sum(chosen) for layer, chosen in tokens.items()}
-            entropy = sum(row[-1] for row in rows) * per_token / sum(map(sum, tokens.values()))
+        routed = sum(row[-1] for row in rows)
+        entropies = {layer: rows[layer][-2] / rows[layer][-1] for layer in tokens} if routed else None
         return Balance(
             tokens_per_expert=tokens,
             load_imbalance=max(max(row) * len(row) / sum(row) for row in tokens.values()),
-            router_entropy=entropy,
+            router_entropy=sum(row[-2] for row in rows) / routed if routed else None,
             router_entropies=entropies,
             repeated_steps=self.repeated_steps,
         )

@@ -190,10 +190,10 @@ def buffers_of(models: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for model in models:
-        counters = {
-            f"{router}.{name}" for router in plan_of(model).routers for name in ("tokens_per_expert", "entropy")
-        }
-        counters |= {f"{attention}.attend.largest" for attention in plan_of(model).attention}
+        plan = plan_of(model)
+        counters = {f"{name}.tokens_per_expert" for name in (*plan.routers, *plan.counters)}
+        counters |= {f"{router}.entropy" for router in plan.routers}
+        counters |= {f"{attention}.attend.largest" for attention in plan.attention}
         found |= {name: buffer for name, buffer in model.named_buffers() if name not in counters}
     return found
 
@@ -203,7 +203,6 @@ class _Choices:
 
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
         """Observe the routers; create it before the forward pass."""
-        self.model: Any = config.model  # its router, where the plan has any
         self.inputs: dict[Any, list[Tensor]] = {
             router: [] for router in map(model.get_submodule, plan_of(model).routers)
         }
@@ -221,19 +220,18 @@ class _Choices:
         """
         for hook in self.hooks:
             hook.remove()
-        if not self.inputs:
-            return 0.0
-        settings = self.model.router
-        losses = []
+        total: Tensor | float = 0.0
         for router, parts in self.inputs.items():
             x = torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, shape)
             shares, chosen = self._shares_and_choice(router, x)
             self.tokens[router] = chosen.sum(dim=(0, 1))
-            f = chosen.mean(dim=1) * chosen.shape[2] / self.model.experts_per_token
+            f = chosen.mean(dim=1) * chosen.shape[2] / router.experts_per_token
             if router.frequency is not None:
                 f = router.frequency
-            losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
-        return settings.auxiliary_loss_weight * sum(losses) if settings.has_auxiliary_loss else 0.0
+            if router.settings.has_auxiliary_loss:
+                loss = (f * shares.mean(dim=1)).sum(dim=1).mean()
+                total = total + router.settings.auxiliary_loss_weight * loss
+        return total
 
     def finish_step(self) -> None:
         """Raise the bias of experts with fewer tokens than the mean, lower the others, and keep the load for the next
@@ -244,15 +242,15 @@ class _Choices:
             if router.bias is not None:
                 fewer = tokens < tokens.mean()
                 more = tokens > tokens.mean()
-                router.bias[fewer] += self.model.router.bias_update_rate
-                router.bias[more] -= self.model.router.bias_update_rate
+                router.bias[fewer] += router.settings.bias_update_rate
+                router.bias[more] -= router.settings.bias_update_rate
 
     def _shares_and_choice(self, router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both (sequences, tokens, experts): shares of the scores, and 1 where an expert was chosen, else 0."""
         logits = x @ router.weight.T
-        scores = logits.softmax(-1) if self.model.router.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if router.settings.scoring == "softmax" else logits.sigmoid()
         preference = scores if router.bias is None else scores + router.bias
-        settings = self.model.router
+        settings = router.settings
         if settings.n_groups:
             groups = preference.unflatten(2, (settings.n_groups, -1))
             order = groups.sort(3, descending=True).values[..., :2].sum(3).argsort(2, descending=True)
@@ -260,7 +258,7 @@ class _Choices:
                 groups = groups.scatter(2, group[..., None, None].expand_as(groups[:, :, :1]), -torch.inf)
             preference = groups.flatten(2)
         chosen = torch.zeros_like(scores).scatter(
-            2, preference.argsort(2, descending=True)[..., : self.model.experts_per_token], 1.0
+            2, preference.argsort(2, descending=True)[..., : router.experts_per_token], 1.0
         )
         return scores / scores.sum(2, keepdim=True), chosen
 

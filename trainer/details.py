@@ -79,8 +79,7 @@ class Details:
         self._streams = (*plan.before_blocks, *plan.blocks)
         self._activations = Activations(learner.stages, self._streams, learner.mesh)
         # An auxiliary loss has a gradient of its own, which ignored targets do not remove; so have further tokens.
-        balanced = config.model.n_experts is not None and config.model.router.has_auxiliary_loss
-        self._has_other_loss = balanced or bool(plan.further_blocks)
+        self._has_other_loss = plan.has_losses_of_layers or bool(plan.further_blocks)
 
     @property
     def _batch(self) -> int:

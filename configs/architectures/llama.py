@@ -16,6 +16,7 @@ from configs.architectures.llama_keys import (
     Latent,
     LlamaKeys,
     expert_dim,
+    has_gate,
     is_delta,
     is_mixture,
     n_further,
@@ -139,15 +140,10 @@ def _feed_forward(
     model: LlamaKeys, module: str, inner: int, roles: Sequence[TensorRole] = ("column", "row")
 ) -> Iterator[Weight]:
     into, out_of = roles
-    if has_gate(model):
+    if has_gate(model.activation):
         yield Weight(f"{module}.gate_proj.weight", (inner, model.dim), into)
     yield Weight(f"{module}.up_proj.weight", (inner, model.dim), into)
     yield Weight(f"{module}.down_proj.weight", (model.dim, inner), out_of, "residual")
-
-
-def has_gate(model: LlamaKeys) -> bool:
-    """Whether a feed-forward has a matrix of gates."""
-    return model.activation != "relu_squared"
 
 
 def _experts(model: LlamaKeys) -> Iterator[Weight]:

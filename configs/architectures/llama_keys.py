@@ -46,6 +46,10 @@ _WITH_LOSS = ("auxiliary_loss", "bias_and_auxiliary_loss")
 _WITH_BIAS = ("bias", "bias_and_auxiliary_loss")
 
 
+Activation = Literal["swiglu", "geglu", "relu_squared"]
+"""What a feed-forward does between its matrices."""
+
+
 class Router(Table):
     """How a mixture of experts chooses each token's experts and balances their load."""
 
@@ -171,7 +175,7 @@ class LlamaKeys(Table):
     """Norms multiply by 1 + weight, and their weights start at 0 (Gemma)."""
     ffn_dim: PositiveInt
     """Inner width of the feed-forward."""
-    activation: Literal["swiglu", "geglu", "relu_squared"] = "swiglu"
+    activation: Activation = "swiglu"
     """silu(gate) * up; gelu(gate) * up with gelu in tanh's form (Gemma); or the square of relu(up), without a gate."""
     embedding_scale: PositiveFloat | Literal["sqrt_dim"] = 1.0
     """Factor on the embeddings; "sqrt_dim": the square root of dim (Gemma)."""
@@ -241,6 +245,11 @@ def n_further(model: object) -> int:
 def has_attention(model: LlamaKeys) -> bool:
     """Whether any layer has attention, or a module that predicts further tokens."""
     return "full" in model.layers or n_further(model) > 0
+
+
+def has_gate(activation: Activation) -> bool:
+    """Whether a feed-forward has a matrix of gates."""
+    return activation != "relu_squared"
 
 
 def expert_dim(model: LlamaKeys) -> int:

@@ -97,7 +97,7 @@ class OwnKeys(Table):
 
     @property
     def n_experts(self) -> None:
-        """None: no technique of Keel's balances or distributes a model's own experts."""
+        """None: only the model, once it is built, says how many each of its mixtures has (`Plan.n_counted`)."""
         return None
 
     @property
@@ -198,12 +198,6 @@ def computed(model: OwnKeys) -> dict[str, Any]:
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What a job asks for that no model of the user's own offers: the key to blame, and a message."""
     model = config.model
-    if config.mesh.ep > 1:
-        yield (
-            "mesh.ep",
-            f"ep {config.mesh.ep} distributes Keel's own experts, which a model of one's own does not have; set "
-            "ep = 1, and dp_shard, which shards its experts, too",
-        )
     if config.float8.recipe != "none":
         yield (
             "float8.recipe",

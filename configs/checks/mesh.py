@@ -7,7 +7,7 @@ from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError, quotient
 from configs.layout import accumulation_steps, mesh_sizes, micro_batch_size, smallest_world_size, tensor_parallel_sizes
-from configs.schema import Config, OwnModel, is_described
+from configs.schema import Config, is_described
 from configs.stages import check_micro_batches, layers_of_stages
 
 
@@ -55,7 +55,7 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     if config.expert.exchange == "buffers" and (ep == 1 or not is_described(config.model)):
         what = "ep 1 exchanges nothing" if ep == 1 else "experts of this architecture don't say how many rows they sent"
         yield "expert.exchange", f'{what}, and so exchange = "buffers" does nothing; leave it out'
-    if ep == 1 or isinstance(config.model, OwnModel):  # refused by the rules of its architecture
+    if ep == 1:
         return
     if is_described(config.model) and not n_experts:  # other models are asked when they are built
         yield "mesh.ep", f"ep {ep} distributes experts, but model.n_experts is not set; leave ep out"

@@ -8,8 +8,7 @@ A declaration that a family's own loop does not keep would train another model. 
 built: a small copy of it computes a few tokens in float64, by the family's own loop and by the grouped products. Where
 they differ the family's own computation stays, and expert parallelism is refused.
 
-How many tokens each expert has got is counted in the backward pass: that runs once, where recomputation repeats the
-forward pass, and not at all in validation.
+How many tokens each expert has got is counted in the backward pass (`models/load.py`).
 
 Tensor parallelism splits each expert by its inner features. Families store gate and up one after the other, feature by
 feature in turns, transposed or not. The trial finds which it is: the copy is cut in two, and the sum of both halves
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
 from models.grouped_mm import grouped_mm
+from models.load import counted
 from models.moe import count, through_experts, unchanged
 
 _LARGEST_DIFFERENCE = 1e-5
@@ -146,34 +146,9 @@ def _weighted_sum(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor)
     """
     assert chosen.shape == weights.shape, (chosen.shape, weights.shape)
     counts = count(chosen[None], experts.num_experts)[0]
-    weights = _Counted.apply(weights, experts.tokens_per_expert, counts)
+    weights = counted(weights, experts.tokens_per_expert, counts)
     outputs = through_experts(experts.compute, hidden, chosen, counts)
     return (outputs * weights[..., None]).sum(1).to(hidden.dtype)
-
-
-class _Counted(torch.autograd.Function):
-    """Passes the weights on; the backward pass adds up how many tokens each expert has got."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, tokens_per_expert: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens_per_expert, counts)
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _added(gradients[0], *ctx.saved_tensors), None, None
-
-
-@torch.library.custom_op("keel::added_to_load", mutates_args=())
-def _added(gradient: Tensor, tokens_per_expert: Tensor, counts: Tensor) -> Tensor:
-    """Add to the load, of which the computation knows nothing; returns the gradient."""
-    tokens_per_expert.data.add_(counts)  # autograd, which has saved the tensor, must not see it change
-    return gradient.clone()
-
-
-@_added.register_fake
-def _(gradient: Tensor, _tokens_per_expert: Tensor, _counts: Tensor) -> Tensor:
-    return torch.empty_like(gradient)
 
 
 def _in_groups(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:

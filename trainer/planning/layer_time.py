@@ -14,11 +14,11 @@ from math import prod
 
 import torch
 
-from configs.architectures.llama import has_gate
 from configs.architectures.llama_keys import (
     Delta,
     delta_of,
     expert_dim,
+    has_gate,
     is_delta,
     is_mixture,
     latent_of,
@@ -256,7 +256,7 @@ class LayerTime:
             shapes = [self.memory.model.shapes[name] for name in self.memory.model.of_block(layer)]
             return 0, max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
         if not is_mixture(model, layer):
-            return 0, model.ffn_dim if has_gate(model) else model.ffn_dim * 2 // 3
+            return 0, model.ffn_dim if has_gate(model.activation) else model.ffn_dim * 2 // 3
         return model.experts_per_token, (model.experts_per_token + model.n_shared_experts) * expert_dim(model)
 
     # ------------------------------------------------------------------------- collectives of a layer

@@ -101,10 +101,9 @@ def _require_distributable(ep: int, model: Skeleton) -> None:
     Raises:
         ConfigError: it can't.
     """
-    if model.plan.why_not_distributed:
-        raise ConfigError(
-            f"mesh.ep is {ep}, but {model.plan.why_not_distributed}; set ep = 1: dp_shard shards experts, too"
-        )
+    why_not = model.plan.why_not_distributed or ("" if model.plan.experts else "the model has no experts in its plan")
+    if why_not:
+        raise ConfigError(f"mesh.ep is {ep}, but {why_not}; set ep = 1: dp_shard shards experts, too")
     for name, shape in model.shapes.items():
         if model.is_of_experts(name) and shape[0] % ep:
             raise ConfigError(
