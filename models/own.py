@@ -101,6 +101,8 @@ def plan_of_parts(
     last = tuple(name for name in after if getattr(model, name, None) is not None)
     is_tied = parameters.get(f"{before[0]}.weight") is parameters.get(f"{after[-1]}.weight")
     groups = [(name,) for name in names]
+    if router and not experts:
+        raise ValueError("the plan names a router, but no experts; these count its tokens")
     of_experts = _mixtures(model, names, experts, n_experts, is_whole=len(names) == n_blocks)
     routers = tuple(f"{name.removesuffix(experts)}{router}" for name in of_experts if router)
     roles: dict[str, TensorRole] = {}
@@ -125,7 +127,7 @@ def plan_of_parts(
         routers=routers,
         counters=tuple(of_experts),
         n_counted=n_experts,
-        has_losses_of_layers=any(_has_loss(model.get_submodule(name)) for name in routers),
+        has_losses_of_layers=any(_has_loss(model, name) for name in routers),
         why_not_distributed="" if experts else "its plan has no stacked experts (experts)",
         tensor_parallel=roles,
         save_ops=save_ops,
@@ -156,7 +158,8 @@ def _mixtures(
     return found
 
 
-def _has_loss(router: nn.Module) -> bool:
+def _has_loss(model: nn.Module, name: str) -> bool:
+    router = dict(model.named_modules()).get(name)
     if not isinstance(router, Router):
-        raise ValueError("the router that the plan names is no models.own.Router; leave a router of one's own out")
+        raise ValueError(f"{name}, which the plan names as router, is no models.own.Router")
     return router.settings.has_auxiliary_loss

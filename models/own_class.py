@@ -25,7 +25,7 @@ def build_own(config: OwnModel) -> nn.Module:
     name = config.architecture
     try:
         model = kind(config.resolved)
-        plan = getattr(model, "plan", None)
+        plan = _plan_of(model)
     except Exception as error:
         raise ConfigError(f'"{name}" cannot be built with these options: {reason_of(error)}') from None
     if not isinstance(model, nn.Module):
@@ -40,6 +40,12 @@ def build_own(config: OwnModel) -> nn.Module:
     for fault in (*_wrong_names(model, plan), *_wrong_values(model)):
         raise ConfigError(f'"{name}" {fault}')
     return model
+
+
+def _plan_of(model: Any) -> Any:
+    """The attribute `plan`, or None. What a property raises gets through: a module would say that it has no plan."""
+    found = getattr(type(model), "plan", None)
+    return found.fget(model) if isinstance(found, property) and found.fget else getattr(model, "plan", None)
 
 
 def _wrong_names(model: nn.Module, plan: Plan) -> Iterator[str]:
@@ -103,7 +109,8 @@ def _wrong_values(model: Any) -> Iterator[str]:
 
 _ASKS_FOR_VALUES = (
     "; this pass is without memory, so it must not ask for values, as `if mask.any()` does, nor make shapes of them, "
-    "as `x[mask]` does; every rank must issue the same operations, so compute on all rows and choose by torch.where"
+    "as `x[mask]` does; every rank must issue the same operations, so compute on all rows and choose by torch.where, "
+    "and experts by models.own.Experts"
 )
 
 

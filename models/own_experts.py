@@ -86,4 +86,4 @@ class Router(moe.Router):
     def forward(self, x: Tensor) -> Choice:
         """x: (batch, seq, dim) -> `experts` and their `weights`, both (batch, seq, experts_per_token)."""
         choice = super().forward(x)
-        return choice._replace(weights=counted(choice.weights, self.entropy, choice.load.entropy))
+        return Choice(choice.experts, counted(choice.weights, self.entropy, choice.load.entropy), choice.load)

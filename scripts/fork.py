@@ -207,7 +207,6 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
     """Raise ConfigError if the new run's model or optimizer has other tensors than the checkpoint."""
     from checkpoint.compare import shape_differences
     from checkpoint.index import metadata_of, read_index
-    from configs.architectures import balance_tensors
     from trainer.planning.skeleton import skeleton
     from trainer.planning.states import always_frozen
 
@@ -235,7 +234,7 @@ def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) ->
     metadata = metadata_of(read_index(checkpoint), checkpoint)
     model = skeleton(job.config.model)
     shapes = {f"model.{name}": shape for name, shape in model.saved.items()}
-    if differences := shape_differences(metadata, shapes, balance_tensors(job.config.model)):
+    if differences := shape_differences(metadata, shapes, model.balance):
         raise ConfigError(
             f"{checkpoint} is of another model; {len(differences)} tensors differ:\n  {listed(differences)}\n"
             "Change [model] back"

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
-from configs.architectures import balance_tensors
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig, load
@@ -41,6 +40,7 @@ from trainer.data.loader import MicroBatch
 from trainer.guards.verdict import QueuedStep
 from trainer.lr_schedule import learning_rate_of
 from trainer.planning.by_memory import choice_by_memory, with_choice
+from trainer.planning.skeleton import skeleton
 from trainer.step import Learner, build_learner
 
 
@@ -219,8 +219,8 @@ def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> tuple[LoadedC
 
 
 def _checkpoints(folder: str, job: LoadedConfig) -> CheckpointManager:
-    neutral = balance_tensors(job.config.model)
-    return CheckpointManager(Path(folder), Checkpoint(), Description({}, {}, neutral=neutral), Log())
+    run = Description({}, {}, neutral=skeleton(job.config.model).balance)
+    return CheckpointManager(Path(folder), Checkpoint(), run, Log())
 
 
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 FILES = {
-    '"""GPT-2': "my_model.py",
+    '"""GPT-2 (': "my_model.py",
+    '"""GPT-2 with a mixture': "my_mixture.py",
     'base = "debug.toml"': "my_model.toml",
     '"""SGD with momentum': "my_rule.py",
     "def parabola": "my_schedule.py",

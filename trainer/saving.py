@@ -14,7 +14,6 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from checkpoint.reader import Description, Log
 from checkpoint.storage import FolderStorage
-from configs.architectures import balance_tensors
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.mesh import Mesh
@@ -26,6 +25,7 @@ from trainer.guards.environment import environment
 from trainer.guards.grace import Rescue
 from trainer.guards.verdict import QueuedStep
 from trainer.lifecycle import write_status
+from trainer.planning.skeleton import skeleton
 from trainer.progress import Progress
 from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
@@ -51,7 +51,7 @@ def open_checkpoints(
         environment=environment(mesh.device, config.fsdp.cpu_offload),
         allow_run_change=config.job.allow_run_change,
         rewind_interval=spikes.rewind_interval if spikes.action == "rewind" else 0,
-        neutral=balance_tensors(config.model),
+        neutral=skeleton(config.model).balance,
     )
     log = Log(console.line, console.warning)
     return CheckpointManager(config.job.folder / "checkpoints", config.checkpoint, run, log, incarnation, storage)

@@ -64,18 +64,6 @@ def stored_tensors(model: LlamaKeys) -> Iterator[Weight]:
             yield replace(buffer.inside(block), hf=f"model.layers.{layer}.{buffer.hf}")
 
 
-def balance_tensors(model: LlamaKeys | HfKeys | OwnKeys) -> dict[str, float]:
-    """What a checkpoint has of the balance of experts, by name: the value of each that changes nothing.
-
-    A run may begin with these where its checkpoint has none, since it was trained without, or with another balance.
-    """
-    if not isinstance(model, LlamaKeys):
-        return {}
-    biases = {f"model.{weight.name}": 0.0 for weight in stored_tensors(model) if weight.is_buffer}
-    routers = [name.removesuffix(".weight") for name in init_stds(model) if name.endswith(".router.weight")]
-    return biases | {f"{LOAD}{name}": 1.0 for name in routers if model.router.balances_global_batch}
-
-
 def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
     """The role of each module or parameter that has one, by its name."""
     roles: dict[str, TensorRole] = {}

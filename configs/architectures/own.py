@@ -177,8 +177,8 @@ def _table_of(kind: Any) -> type[BaseModel]:
 
 
 def shape(model: OwnKeys) -> str:
-    """The options, for people."""
-    words = ", ".join(f"{name} {value}" for name, value in model.options.items())
+    """The options, for people, without tables among them."""
+    words = ", ".join(f"{name} {value}" for name, value in model.options.items() if not isinstance(value, dict))
     return f"{model.architecture}: {words}"
 
 

@@ -5,9 +5,10 @@ with another value, or another default, is refused with the option that differs.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -62,11 +63,22 @@ def _as_toml(value: Any) -> Any:
     return [_as_toml(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def _table_at(kind: type, path: list[str]) -> type:
+    """The class of a table inside of the options, as far as their annotations name one."""
+    for name in path:
+        inner = get_type_hints(kind).get(name)
+        if not inspect.isclass(inner) or not fields_of(inner):
+            break
+        kind = inner
+    return kind
+
+
 def _explained(item: dict[str, Any], kind: type) -> tuple[str, str]:
     """The key, and a message, of an error of pydantic's."""
     path = [str(part) for part in item["loc"]]
     key = ".".join(["model.options", *path])
     if item["type"] == "extra_forbidden":
+        kind = _table_at(kind, path[:-1])
         near = get_close_matches(path[-1], fields_of(kind), 1)
         advice = f"did you mean {near[0]}?" if near else f"{kind.__name__} has {', '.join(fields_of(kind))}"
         return key, f"{kind.__name__} has no option {path[-1]}; {advice}"

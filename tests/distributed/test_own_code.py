@@ -80,6 +80,57 @@ def test_a_checkpoint_moves_to_another_mesh(ranks, tmp_path, job, first, then):
     assert_equal(ranks, 2, job, tmp_path, first, detour=detour)
 
 
+# --------------------------------------------------------------------------- mixtures of experts
+
+MIXTURE = (*WORDS, "--model.architecture", "my_mixture:MixtureGPT2")
+BOTH = (
+    "--model.options.router.load_balance",
+    "bias_and_auxiliary_loss",
+    "--model.options.router.bias_update_rate",
+    "0.1",
+)
+BATCH = (
+    "--model.options.router.auxiliary_loss_over",
+    "global_batch",
+    "--model.options.router.auxiliary_loss_weight",
+    "1.0",
+)
+EP = (*FSDP, "--mesh.ep", "2")
+MIXTURES = {
+    "EP 2": (2, (), EP),
+    "EP 2, bias": (2, BOTH, EP),
+    "FSDP 2, batch": (2, BATCH, FSDP),
+    "TP 2, batch": (2, BATCH, TP),
+    "TP 2, bias": (2, BOTH, TP),
+    "PP 2, bias": (2, BOTH, PP),
+    "CP 2, both": (2, BOTH, CP),
+    "EP 2 x TP 2, batch": (4, BATCH, (*EP, *TP)),
+    "EP 2 x PP 2, bias": (4, BOTH, (*EP, *PP)),
+    "owner EP 2": (
+        2,
+        BATCH,
+        ("--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1", *EP[2:]),
+    ),
+    "compiled EP 2": (2, BOTH, (*EP, "--compile.enable", "true", "--activation_checkpoint.mode", "full")),
+}
+
+
+@pytest.mark.parametrize("case", marked(MIXTURES, slow=[each for each in MIXTURES if each != "EP 2, bias"]))
+def test_a_mixture_of_ones_own_is_the_same_on_every_mesh(ranks, tmp_path, job, case):
+    """The auxiliary loss and the biases, too, which the reference computes by their formulas."""
+    n_ranks, options, mesh = MIXTURES[case]
+    assert_equal(ranks, n_ranks, job, tmp_path, mesh, (*MIXTURE, *options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(EP, TP), (TP, PP), (PP, EP)])
+def test_a_mixture_moves_to_another_mesh_with_its_balance(ranks, tmp_path, job, first, then):
+    (tmp_path / "state").mkdir()
+    words = (*MIXTURE, *BOTH, *BATCH)
+    detour = Detour(move_at=2, overrides=(*words, *STEPS, *then), folder=str(tmp_path / "state"))
+    assert_equal(ranks, 2, job, tmp_path, first, words, detour=detour)
+
+
 # --------------------------------------------------------------------------- rule, schedule, loss, by their formulas
 
 RULE = ("--optimizer.name", "my_rule:Momentum", "--optimizer.momentum", "0.8", "--optimizer.lr", "0.1")

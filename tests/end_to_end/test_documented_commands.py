@@ -230,6 +230,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel prove my_model.toml": "keel prove my_model.toml --axes fsdp --ranks 2",
     "keel prove my_model:GPT2": "keel prove my_model:GPT2 --axes fsdp --ranks 2 --model.options.vocab_size 128"
     " --model.options.dim 32 --model.options.n_layers 2 --model.options.ffn_dim 64",
+    "keel prove my_model.toml --model.architecture my_mixture:MixtureGPT2 --ranks 2 --axes ep,tp": (
+        "keel prove my_model.toml --model.architecture my_mixture:MixtureGPT2 --ranks 2 --axes ep"
+    ),
     "keel train my_model.toml --ranks 2 --mesh.tp 2": "keel train my_model.toml --ranks 2 --mesh.tp 2"
     f" --training.steps 2 {BATCH}",
     'keel sample runs/my_model "def main(" --model.architecture my_model:GPT2': "keel sample runs/my_model"
@@ -443,6 +446,11 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
     "import pyarrow.parquet as parquet": ("", "", "python {program}"),
     "import ast": ("", "", "python {program} && test $(wc -l < chats.jsonl) -gt 1000"),
     '"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU."""': ("", "", "mv {program} my_model.py"),
+    '"""GPT-2 with a mixture of experts in each block (Shazeer et al. 2017)."""': (
+        "",
+        "",
+        "mv {program} my_mixture.py",
+    ),
     '"""SGD with momentum (Sutskever et al. 2013)."""': (
         "",
         "",

@@ -10,7 +10,8 @@ from itertools import accumulate
 
 import torch
 
-from configs.plan import TENSOR_PARALLEL_DIM, Plan, plan_of
+from configs.architectures import LOAD
+from configs.plan import TENSOR_PARALLEL_DIM, Plan, plan_of, routers_of
 from configs.schema import AnyModel
 from models import build_model
 
@@ -26,6 +27,9 @@ class Skeleton:
     plan: Plan
     saved: Mapping[str, Shape]
     """Shapes of what a checkpoint has of the model, by name: parameters, and buffers such as routers' biases."""
+    balance: dict[str, float]
+    """What a checkpoint has of the balance of experts, by its name there: the value of each that changes nothing. A run
+    may begin with these where its checkpoint has none, since it was trained without, or with another balance."""
 
     @cached_property
     def _blocks(self) -> dict[str, int]:
@@ -105,4 +109,7 @@ def skeleton(model: AnyModel) -> Skeleton:
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     state = built.state_dict()
     buffers = {name: tuple(buffer.shape) for name, buffer in built.named_buffers() if name in state}
-    return Skeleton(shapes, plan_of(built), shapes | buffers)
+    routers = routers_of(built)
+    biases = {f"model.{name}.bias": 0.0 for name, router in routers.items() if router.bias is not None}
+    loads = {f"{LOAD}{name}": 1.0 for name, router in routers.items() if router.frequency is not None}
+    return Skeleton(shapes, plan_of(built), shapes | buffers, biases | loads)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.own import CausalLm, Head, Options, plan_of_parts
+from models.own import CausalLm, Experts, Head, Options, plan_of_parts
 
 
 @dataclass
@@ -117,6 +117,20 @@ class InAttention(Good):
     def forward(self, tokens, positions=None, documents=None, loss=None):
         x = self.embed(tokens)
         return self.head(torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1), loss)
+
+
+class WrongPlan(Good):
+    @property
+    def plan(self): return plan_of_parts(self, "blocks", self.options.n_blocks, ("embed",), ("head",))
+
+
+class Uncounted(Good):
+    def __init__(self, options: Plain):
+        super().__init__(options)
+        self.blocks = nn.ModuleDict({"0": nn.ModuleDict({"experts": Experts(4, 16, 8)}), "1": nn.ModuleDict()})
+
+    @property
+    def plan(self): return plan_of_parts(self, "blocks", 2, ("embed",), ("head",), experts="experts", n_experts=4)
 
 
 class Outside(Good):
@@ -243,6 +257,11 @@ def message(job, *words):
         ("wrong_code:NoOptions", "must take one argument, its options, annotated with their class"),
         ("wrong_code:NoSizes", "Sizeless has no vocab_size, a whole number of 1 or more"),
         ("wrong_code:NoPlan", "has no plan, which says how techniques may split it"),
+        (
+            "wrong_code:WrongPlan",
+            "built with these options: AttributeError: 'Plain' object has no attribute 'n_blocks'",
+        ),
+        ("wrong_code:Uncounted", "has experts, but no option experts_per_token, by which its FLOPs are counted"),
         ("wrong_code:Raises", "cannot be built with these options: RuntimeError: no such thing in "),
         ("wrong_code:NoValues", "has no initial values, which may not depend on the mesh"),
         ("wrong_code:Dropping", "has dropout in drop, whose random numbers would not be the same on every mesh"),
@@ -266,13 +285,30 @@ def test_a_wrong_class_is_one_message(job, model, part):
         (("--mesh.tp", "3"), "tp 3 does not divide model.options.n_heads 4"),
         (("--model.options.ffn_dim", "65", "--mesh.tp", "2"), "tp 2 does not divide 65, a size of blocks.0.up.weight"),
         (("--mesh.pp", "5"), "stages are more than n_layers 4"),
-        (("--mesh.ep", "2"), "ep 2 distributes Keel's own experts"),
+        (("--mesh.ep", "2"), "mesh.ep is 2, but its plan has no stacked experts"),
         (("--training.seq_len", "128"), "seq_len 128 is more than max_seq_len 64"),
         (("--float8.recipe", "rowwise"), "float8 matmuls replace Keel's own matrices"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(job, words, part):
     assert part in message(job, *WORDS, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--mesh.ep", "2", "--model.options.n_experts", "5"), "mesh.ep 2 does not divide the 5 experts of blocks.0."),
+        (("--mesh.ep", "4", "--mesh.dp_shard", "2"), "ep 4 does not divide dp_shard 2 x cp 1 = 2"),
+        (("--mesh.tp", "2", "--model.options.ffn_dim", "65"), "tp 2 does not divide"),
+        (
+            ("--model.options.router.load_balance", "none", "--model.options.router.n_group", "2"),
+            "did you mean n_groups?",
+        ),
+        (("--mesh.ep", "2", "--expert.exchange", "buffers"), 'and so exchange = "buffers" does nothing'),
+    ],
+)
+def test_what_a_mixture_cannot_do_is_refused(job, words, part):
+    assert part in message(job, *WORDS, "--model.architecture", "my_mixture:MixtureGPT2", *words)
 
 
 @pytest.mark.parametrize(
