@@ -87,8 +87,8 @@ def plan_of_parts(
         after: modules after the blocks, the head last.
         attention: in each block, the module with `attend`; "": none, so that neither the sequence nor documents can be
             divided.
-        tensor_parallel: roles (`configs.plan.Plan`) of modules and parameters, by their names in a block; embedding
-            and head need none. None: tensor parallelism can't split the model.
+        tensor_parallel: roles (`configs.plan.Plan`) of modules and parameters, by their names in the blocks that have
+            them; embedding, head and experts need none. None: tensor parallelism can't split the model.
         save_ops: costly ops, whose outputs selective activation checkpointing keeps.
         experts: in each block that is a mixture, the `Experts`; "": there are none.
         router: in these blocks, the `Router`; "": the model chooses experts in its own way, and balances them.
@@ -101,16 +101,23 @@ def plan_of_parts(
     last = tuple(name for name in after if getattr(model, name, None) is not None)
     is_tied = parameters.get(f"{before[0]}.weight") is parameters.get(f"{after[-1]}.weight")
     groups = [(name,) for name in names]
+    modules = dict(model.named_modules())
+    is_whole = len(names) == n_blocks
+    mixtures = _mixtures(modules, names, experts, n_experts)
+    routers = tuple(f"{name.removesuffix(experts)}{router}" for name in mixtures if router)
     if router and not experts:
         raise ValueError("the plan names a router, but no experts; these count its tokens")
-    of_experts = _mixtures(model, names, experts, n_experts, is_whole=len(names) == n_blocks)
-    routers = tuple(f"{name.removesuffix(experts)}{router}" for name in of_experts if router)
+    if experts and is_whole and not mixtures:
+        raise ValueError(f"no block has a module {experts}, which the plan names as experts")
     roles: dict[str, TensorRole] = {}
     if tensor_parallel is not None:
-        for name, module in of_experts.items():
+        for part, role in tensor_parallel.items():
+            there = [name for name in names if f"{name}.{part}" in modules or f"{name}.{part}" in parameters]
+            # A part that no block has is kept, for the check of names to find.
+            roles |= {f"{name}.{part}": role for name in there or (names if is_whole else ())}
+        for name, module in mixtures.items():
             roles[name] = "whole_experts"
             roles |= {f"{name}.{parameter}": role for parameter, role in module.tensor_parallel.items()}
-        roles |= {f"{name}.{part}": role for name in names for part, role in tensor_parallel.items()}
         ends: dict[str, TensorRole] = {before[0]: "whole_embedding", after[-1]: "whole_head"}
         roles |= {name: role for name, role in ends.items() if name in (*first, *last)}
     return Plan(
@@ -123,11 +130,11 @@ def plan_of_parts(
         fsdp_groups=tuple(groups if is_tied else filter(None, (first, *groups, last))),
         attention=tuple(f"{name}.{attention}" for name in names) if attention else (),
         mixers=tuple(f"{name}.{attention}" if attention else name for name in names),
-        experts=tuple(of_experts),
+        experts=tuple(mixtures),
         routers=routers,
-        counters=tuple(of_experts),
+        counters=tuple(mixtures),
         n_counted=n_experts,
-        has_losses_of_layers=any(_has_loss(model, name) for name in routers),
+        has_losses_of_layers=any(_has_loss(name, modules.get(name)) for name in routers),
         why_not_distributed="" if experts else "its plan has no stacked experts (experts)",
         tensor_parallel=roles,
         save_ops=save_ops,
@@ -136,30 +143,25 @@ def plan_of_parts(
 
 
 def _mixtures(
-    model: nn.Module, blocks: Sequence[str], experts: str, n_experts: int, is_whole: bool
+    modules: Mapping[str, nn.Module], blocks: Sequence[str], experts: str, n_experts: int
 ) -> dict[str, Experts]:
-    """The `Experts` of the blocks that have them, by name.
+    """The experts of the blocks that have them, by name.
 
     Raises:
-        ValueError: a whole model has none, or others than the plan says.
+        ValueError: they are others than the plan says.
     """
-    modules = dict(model.named_modules())
-    there = [name for block in blocks if experts and (name := f"{block}.{experts}") in modules]
     found: dict[str, Experts] = {}
-    for name in there:
+    for name in [f"{block}.{experts}" for block in blocks if experts and f"{block}.{experts}" in modules]:
         module = modules[name]
         if not isinstance(module, Experts):
             raise ValueError(f"{name}, which the plan names as experts, is no models.own.Experts")
         if module.n_experts != n_experts:
             raise ValueError(f"{name} has {module.n_experts} experts, and the plan says that n_experts is {n_experts}")
         found[name] = module
-    if experts and is_whole and not found:
-        raise ValueError(f"no block has a module {experts}, which the plan names as experts")
     return found
 
 
-def _has_loss(model: nn.Module, name: str) -> bool:
-    router = dict(model.named_modules()).get(name)
+def _has_loss(name: str, router: nn.Module | None) -> bool:
     if not isinstance(router, Router):
         raise ValueError(f"{name}, which the plan names as router, is no models.own.Router")
     return router.settings.has_auxiliary_loss

@@ -132,6 +132,8 @@ def test_a_plan_has_the_mixtures_of_the_blocks_that_have_them():
     assert not plan.why_not_distributed
     assert plan.tensor_parallel["blocks.1.experts"] == "whole_experts"
     assert plan.tensor_parallel["blocks.1.experts.down_proj"] == "part_row"
+    split = Small(tensor_parallel={"up": "whole_column", "upp": "whole_row"}).plan.tensor_parallel
+    assert {name for name in split if name.startswith("blocks.")} == {"blocks.0.up", "blocks.0.upp", "blocks.1.upp"}
     alone = Small(experts="experts", n_experts=N).plan
     assert alone.routers == ()
     assert not alone.tensor_parallel
