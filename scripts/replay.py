@@ -191,14 +191,16 @@ def _require_same_run(plan: "Plan", ranks: int, words: Sequence[str], folder: Pa
 
 def compute_again(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:
     """Compute the steps on ranks of their own."""
-    from scripts.proof.replay import JOB_NAME
+    from scripts.proof.replay import JOB_NAME, require_same_teacher
 
     job = str(folder / JOB_NAME)
     own = plan.words(folder / "run")
     settled = [flag.removeprefix("--") for flag in own[::2] if flag != "--tokenizer.path"]
     refuse_keys(words, settled, "a replay sets it itself; leave it out")
     words = [*own, *words]
-    load(job, words, ranks, is_stored=True)  # mistakes are reported here, once
+    require_same_teacher(
+        plan.launch, load(job, words, ranks, is_stored=True).config
+    )  # mistakes are reported here, once
     (folder / _TASK).write_text(json.dumps({"job": job, "words": words, "first_sample": plan.first_sample}))
     os.environ[_RANK_OF] = str(folder)
     try:

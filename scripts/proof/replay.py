@@ -15,13 +15,15 @@ from configs.load import LoadedConfig, load
 from configs.reading.overrides import words
 from configs.run_change import run_key_diff
 from configs.run_stages import RunStage, stage_of
+from configs.schema import Config
 from configs.table import with_keys
 from parallelisms.sums import sums_of
 from scripts.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
 from scripts.proof.recorded import read_stretch
 from trainer.opening import Opened, Runtime, open_loader
 from trainer.optimizers.rule import rule_of
-from trainer.proof.record import FILE_NAME, Launch, Step
+from trainer.proof.record import FILE_NAME, TEACHER, Launch, Step
+from trainer.teacher import teacher_seal
 from trainer.trainer import Trainer
 
 JOB_NAME = "job.toml"
@@ -137,6 +139,20 @@ def _check_same_samples(launches: Sequence[Launch], stages: Sequence[RunStage], 
 
 
 # --------------------------------------------------------------------------- computing
+
+
+def require_same_teacher(launch: Launch, config: Config) -> None:
+    """Check that a replay by `config` learns from the teacher that the run learned from.
+
+    Raises:
+        UserError: it is another checkpoint, or can't be found.
+    """
+    found = teacher_seal(config)
+    if found != launch.data.get(TEACHER, found):
+        raise UserError(
+            f'distillation.teacher is "{config.distillation.teacher}", which is another checkpoint than the one that '
+            "the run learned from; name that one with --distillation.teacher FOLDER"
+        )
 
 
 def reporting_to_nobody(job: LoadedConfig) -> LoadedConfig:

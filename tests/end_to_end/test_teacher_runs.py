@@ -60,6 +60,21 @@ def test_a_fork_changes_the_teacher_and_says_so(tmp_path, teacher):
     assert "distillation_loss" not in records(tmp_path / "without")[-1]
 
 
+@pytest.mark.slow
+def test_steps_are_computed_again_with_the_teacher_of_the_run_alone(tmp_path, teacher):
+    launch(tmp_path, f"{TAUGHT} 3 --distillation.teacher {teacher} --metrics.fingerprint true")
+    run_script(tmp_path, "reproduce.py", "run", "--write", "run.json")
+    older = str(teacher / "checkpoints" / "step-00000003")
+    for words in (("replay.py", "run", "--step", "3"), ("reproduce.py", "run.json")):
+        assert "equal in bits: steps 1 to 3" in run_script(tmp_path, *words).out
+        refused = run_script(tmp_path, *words, "--distillation.teacher", older)
+        assert refused.code == 1
+        assert "another checkpoint than the one that the run learned from" in refused.said
+        refused = run_script(tmp_path, *words, "--distillation.teacher", "nowhere")
+        assert refused.code == 1
+        assert "nowhere: no such folder" in refused.said
+
+
 def test_without_its_teacher_a_run_is_scored(tmp_path, teacher):
     shutil.copytree(teacher, tmp_path / "teacher")
     launch(tmp_path, f"{TAUGHT} 3 {HELD_OUT} --distillation.teacher teacher")

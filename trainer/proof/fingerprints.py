@@ -21,9 +21,10 @@ from trainer.guards.environment import code_by_folder, environment
 from trainer.guards.outages import Outages
 from trainer.guards.verdict import StepResult
 from trainer.planning.skeleton import skeleton
-from trainer.proof.record import FILE_NAME, TOKENIZER, Launch, Step
+from trainer.proof.record import FILE_NAME, TEACHER, TOKENIZER, Launch, Step
 from trainer.report.metrics import cut_back
 from trainer.saved_state import RunState
+from trainer.teacher import teacher_seal
 
 
 class Fingerprints:
@@ -76,14 +77,16 @@ class Fingerprints:
                 environment=self._environment,
                 parameters=[(name, prod(shapes[name])) for name in self._gradients.names],
                 job=self._job.to_toml(),
-                data={name: source["fingerprint"] for name, source in position["sources"].items()} | self._tokenizer(),
+                data={name: source["fingerprint"] for name, source in position["sources"].items()}
+                | self._beside_data(),
                 code=code_by_folder(),
             ).line()
         on_rank_zero(None, lambda: self._open(run.step, line))
 
-    def _tokenizer(self) -> dict[str, str]:
+    def _beside_data(self) -> dict[str, str]:
         path = self._job.config.tokenizer.path
-        return {TOKENIZER: load_tokenizer(path).hash} if path else {}
+        seal = teacher_seal(self._job.config)
+        return ({TOKENIZER: load_tokenizer(path).hash} if path else {}) | ({TEACHER: seal} if seal else {})
 
     def _open(self, step: int, line: str) -> None:
         self.flush()

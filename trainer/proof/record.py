@@ -13,6 +13,8 @@ import numpy as np
 FILE_NAME = "fingerprints.jsonl"
 TOKENIZER = "the tokenizer"
 """Its key among the hashes of the data."""
+TEACHER = "the teacher"
+"""The key of its checkpoint's seal there."""
 TYPES = {"digests": "<u4", "norms": "<f4", "samples": "<f4", "ranks": "<u4"}
 """The arrays of a step's line; samples may also be float64."""
 
@@ -35,7 +37,8 @@ class Launch:
     job: str
     """The resolved job file."""
     data: dict[str, str] = field(default_factory=dict)
-    """The fingerprint of each source, by its name, and the tokenizer's hash; empty in files of earlier versions."""
+    """The fingerprint of each source, by its name, the tokenizer's hash and the teacher's seal; empty in files of
+    earlier versions."""
     code: dict[str, str] = field(default_factory=dict)
     """A hash of Keel's code in each folder (`environment.code_by_folder`); empty in files of earlier versions."""
 
