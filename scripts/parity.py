@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _OPTIONS_OF_FORM = {
     "rows": ("rows", "dtype", "exact", "list"),
     "--random": ("seed",),
-    "--ranks": ("evaluate_at", "move_at", "moved", "stage"),
+    "--ranks": ("evaluate_at", "move_at", "moved", "stage", "teacher"),
 }
 """The options of each form of the command, which would do nothing with another."""
 
@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--evaluate-at", type=_steps, default=(), metavar="STEPS", help="evaluate after these steps: 1,2")
     add("--move-at", type=not_negative, default=0, metavar="STEP", help="save and load after this step")
     add("--moved", type=_words, default=(), metavar="KEYS", help="machine keys after that, as one word")
+    add("--teacher", type=_words, default=(), metavar="KEYS", help="of a job whose initial weights teach, as one word")
     add("--stage", action="append", default=[], metavar="TABLE", help="a table of [[stages]], in TOML")
     own, keys = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
@@ -148,7 +149,8 @@ def _try(options: argparse.Namespace, keys: Sequence[str]) -> int:
     if options.ranks:
         moved = _by_key(options.moved)
         stages = tuple(options.stage)
-        drawn = Draw(options.ranks, _by_key(keys), options.evaluate_at, options.move_at, moved, stages)
+        teacher = _by_key(options.teacher)
+        drawn = Draw(options.ranks, _by_key(keys), options.evaluate_at, options.move_at, moved, stages, teacher)
         require_steps(job, drawn)
         return run_one(job, drawn)
     if options.random is not None:

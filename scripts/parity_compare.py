@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,6 +216,16 @@ def _moved(learner: Learner, job: LoadedConfig, detour: Detour) -> tuple[LoadedC
     manager.close()
     learner.was_loaded()
     return job, learner
+
+
+def write_teacher(config_name: str, overrides: tuple[str, ...], folder: str) -> None:
+    """Write a checkpoint of a job's initial weights, alone, in `folder`."""
+    job, learner = _learner(load(config_name, overrides, world_size=1))
+    run = Description(job.config.model_dump(mode="json"), learner.mesh.sizes.axes)
+    with closing(CheckpointManager(Path(folder), Checkpoint(mode="sync"), run, Log())) as manager:
+        manager.resume(learner.state())
+        manager.begin_lineage()
+        manager.save(1, learner.state(), {"tokens": 1})
 
 
 def _checkpoints(folder: str, job: LoadedConfig) -> CheckpointManager:

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoint.manifest import step_folder
 from configs.errors import ConfigError
 from configs.load import find_job_file, load
 from configs.reading.overrides import words
 from configs.reading.toml_text import value_text
-from configs.schema import further_run_keys, is_run_key
+from configs.schema import BY_CONTENT, further_run_keys, is_run_key
 from scripts.parity_rows import AUTO, BOUNDS, DECIDE_BITS, groups_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ Keys = dict[str, object]
 """Config overrides by key; the values are TOML."""
 
 FLOAT64: Keys = {f"training.{key}": "float64" for key in ("dtype", "compute_dtype", "reduce_dtype")}
+WRITTEN = '"written"'
+"""The place of a teacher that is yet to be written."""
 DECISIVE = (*DECIDE_BITS, "attention.backend")
 """Machine keys that may change the bits of a draw with exact sums."""
 
@@ -55,6 +58,8 @@ class Draw:
     """Machine keys after the move, in place of those in `keys`."""
     stages: tuple[str, ...] = ()
     """The tables of [[stages]], in TOML."""
+    teacher: Keys = field(default_factory=dict)
+    """The overrides of the job whose initial weights teach; empty: nothing does."""
 
     @property
     def is_exact(self) -> bool:
@@ -65,7 +70,7 @@ class Draw:
     def run(self) -> Keys:
         """The keys that decide what is learned."""
         further = further_run_keys({"training": {"reduction": self.keys.get("training.reduction")}})
-        further += ("fsdp.partition",) * ("fsdp.owner_broadcast_dtype" in self.keys)
+        further += ("fsdp.partition",) * ("fsdp.owner_broadcast_dtype" in self.keys) + BY_CONTENT
         return {key: value for key, value in self.keys.items() if is_run_key(key, further) or key == "training.steps"}
 
     def command(self, config_name: str) -> str:
@@ -75,6 +80,7 @@ class Draw:
         options += ["--move-at", str(self.move_at)] if self.move_at else []
         options += [f"--moved={shlex.join(words(self.moved))}"] if self.moved else []
         options += [f"--stage={stage}" for stage in self.stages]
+        options += [f"--teacher={shlex.join(words(self.teacher))}"] if self.teacher else []
         return f"python scripts/parity.py {shlex.join((*options, *words(self.keys)))}"
 
 
@@ -133,7 +139,11 @@ def draw(seed: int, number: int) -> Draw:
     run |= _average(dice, run, is_exact)
     if "auxiliary_loss" in str(run.get("model.router.load_balance")):
         run |= _some(dice, 0.4, {"model.router.auxiliary_loss_over": "global_batch"})
-    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {}, stages)
+    teacher = _teacher(dice, run) if dice.random() < 0.2 else {}
+    if teacher:
+        run |= {"distillation.teacher": WRITTEN, "distillation.weight": dice.choice((0.3, 0.5, 1.0))}
+        run |= _some(dice, 0.5, {"distillation.temperature": dice.choice((0.5, 2.0))})
+    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {}, stages, teacher)
 
 
 def _model(dice: random.Random) -> Keys:
@@ -256,6 +266,16 @@ def _average(dice: random.Random, run: Keys, is_exact: bool) -> Keys:
     keys |= {"average.interval": dice.choice((1, 1, 2))} | _some(dice, 0.3, {"average.start_step": 1})
     is_rounded = run.get("training.dtype") == "bfloat16" or dice.random() < 0.3
     return keys | ({"average.dtype": "bfloat16"} if is_exact and is_rounded else {})
+
+
+def _teacher(dice: random.Random, run: Keys) -> Keys:
+    """A model of another size and kind, which the meshes of `run` can split; its logits are large."""
+    shared = ("model.n_layers", "model.n_heads", "model.n_kv_heads", "model.vocab_size")
+    keys: Keys = {key: run[key] for key in shared} | {"model.dim": dice.choice((16, 24, 40)), "model.init_std": 0.2}
+    keys |= {"model.head_dim": dice.choice((4, 8)), "model.ffn_dim": run["model.ffn_dim"]}
+    keys |= {"training.seed": dice.randrange(1000)}
+    keys |= _some(dice, 0.2, {"model.tie_embeddings": "true"}) | _some(dice, 0.2, {"model.window": 5})
+    return keys | (_experts(dice, keys) if dice.random() < 0.2 else {})
 
 
 def _data(dice: random.Random) -> Keys:
@@ -428,6 +448,7 @@ def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
 
     try:
         with tempfile.TemporaryDirectory() as folder:
+            drawn = _with_teacher(pool, config_name, drawn, Path(folder))
             job = _job_file(config_name, drawn.stages, Path(folder))
             for keys in (drawn.keys, _after_move(drawn)):
                 require_known_names(load(job, words(keys), world_size=drawn.ranks))
@@ -449,6 +470,16 @@ def _job_file(config_name: str, stages: Sequence[str], folder: Path) -> str:
     base = value_text(str(find_job_file(config_name).absolute()))
     job.write_text(f"base = {base}\nstages = [{', '.join(stages)}]\n")
     return str(job)
+
+
+def _with_teacher(pool: "RankPool", config_name: str, drawn: Draw, folder: Path) -> Draw:
+    """The draw with the teacher, which is written in `folder`, in its keys."""
+    if not drawn.teacher:
+        return drawn
+    from scripts.parity_compare import write_teacher
+
+    pool.run(1, write_teacher, config_name, words(drawn.teacher | FLOAT64), str(folder))
+    return replace(drawn, keys=drawn.keys | {"distillation.teacher": value_text(str(step_folder(folder, 1)))})
 
 
 def _after_move(drawn: Draw) -> Keys:
@@ -517,7 +548,8 @@ def _parts(drawn: Draw) -> list[tuple[str, str]]:
     kept = {"training.reduction", *(() if drawn.is_exact else FLOAT64)}
     keys = [("keys", key) for key in drawn.keys if key not in kept]
     stages = [("stages", stage) for stage in drawn.stages]
-    return [("move_at", ""), ("evaluate_at", ""), *stages, *keys, *(("moved", key) for key in drawn.moved)]
+    taught = [("teacher", key) for key in ("", *drawn.teacher)] if drawn.teacher else []
+    return [("move_at", ""), ("evaluate_at", ""), *taught, *stages, *keys, *(("moved", key) for key in drawn.moved)]
 
 
 def _less(drawn: Draw, where: str, key: str) -> Draw:
@@ -525,6 +557,9 @@ def _less(drawn: Draw, where: str, key: str) -> Draw:
         return replace(drawn, move_at=0, moved={})
     if where == "evaluate_at":
         return replace(drawn, evaluate_at=())
+    if (where, key) == ("teacher", ""):
+        untaught = {name: value for name, value in drawn.keys.items() if not name.startswith("distillation.")}
+        return replace(drawn, keys=untaught, teacher={})
     if where == "stages":
         return replace(drawn, stages=tuple(stage for stage in drawn.stages if stage != key))
     kept: Any = {name: value for name, value in getattr(drawn, where).items() if name != key}

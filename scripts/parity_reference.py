@@ -31,6 +31,7 @@ from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
 from scripts.parity_further import FurtherTokens
 from scripts.parity_logits import LargestLogits
+from scripts.parity_teacher import plain_teacher, taught_loss
 from trainer.data.fork import forked_position
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
 from trainer.data.order import Start
@@ -83,6 +84,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             parameter.mul_(1.0 + nudge * (2 * torch.randint(2, parameter.shape, generator=directions) - 1))
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
+    teacher = plain_teacher(config)
     parameters = dict(model.named_parameters())
     optimizers = _plain_optimizers(config, parameters, plan_of(model))
     found = Trajectory(initial=copied(parameters | buffers_of([model])))
@@ -100,16 +102,15 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         limit = config.optimizer.qk_clip
         largest_logits = LargestLogits(model) if limit else None
         further = FurtherTokens(model, config)
-        if document_ids:
-            logits = each_document_alone(model, tokens, torch.cat(document_ids))
-        elif config.float8.recipe != "none":
+        ids = torch.cat(document_ids) if document_ids else None
+        if config.float8.recipe != "none" and ids is None:
             logits = torch.cat([model(batch.tokens) for batch in micro_batches])
         else:
-            logits = model(tokens)
+            logits = _logits(model, tokens, ids)
         loss = _loss(config, logits.flatten(0, 1), targets.flatten())
         squares = logits.logsumexp(-1)[targets != IGNORED].square()
-        whole = loss + config.training.z_loss_weight * squares.mean()
-        ids = torch.cat(document_ids) if document_ids else None
+        whole = taught_loss(config, loss, logits, _logits(teacher, tokens, ids), targets) if teacher else loss
+        whole = whole + config.training.z_loss_weight * squares.mean()
         whole = whole + further.loss(tokens, targets, ids, partial(_total, config))
         (whole + choices.auxiliary_loss(tokens.shape)).backward()
         if step == 0:
@@ -512,6 +513,10 @@ def _rests(config: Optimizer, name: str, step: int) -> bool:
     """Whether a parameter is frozen in the step after `step` steps."""
     group = _group_of(config, name)
     return group.freeze or group.freeze_until_step > step
+
+
+def _logits(model: Callable[[Tensor], Tensor], tokens: Tensor, document_ids: Tensor | None) -> Tensor:
+    return model(tokens) if document_ids is None else each_document_alone(model, tokens, document_ids)
 
 
 def each_document_alone(model: Callable[[Tensor], Tensor], tokens: Tensor, document_ids: Tensor) -> Tensor:

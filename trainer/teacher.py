@@ -169,9 +169,11 @@ def teacher_job(config: Config) -> Config:
         "checkpoint": Checkpoint(init_from=known.place, load="none"),
     }
     dtype = config.training.compute_dtype
+    chosen = config.training.micro_batch_size
+    micro_batch_size = 1 if chosen == "auto" else chosen  # as long as it is open, the least
     return with_keys(
         config.model_copy(update=forward_only),
-        training={"dtype": dtype, "reduce_dtype": dtype, "reduction": "fast"},
+        training={"dtype": dtype, "reduce_dtype": dtype, "reduction": "fast", "micro_batch_size": micro_batch_size},
         pipeline={"split": None},
         mesh={} if skeleton(model).plan.experts else {"ep": 1},
     )

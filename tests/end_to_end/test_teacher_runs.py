@@ -61,6 +61,17 @@ def test_a_fork_changes_the_teacher_and_says_so(tmp_path, teacher):
 
 
 @pytest.mark.slow
+def test_the_micro_batch_is_chosen_by_memory_beside_a_teacher(tmp_path, teacher):
+    words = f"{TAUGHT} 2 --distillation.teacher {teacher}"
+    launch(tmp_path, f"{words} --job.output_dir given")
+    chosen = "--training.micro_batch_size auto --fsdp.zero_stage auto --activation_checkpoint.memory_limit_gib 1"
+    launch(tmp_path, f"{words} --job.output_dir chosen {chosen}", ranks=2)
+    given, found = records(tmp_path / "given"), records(tmp_path / "chosen")
+    for key in ("loss", "grad_norm", "distillation_loss"):
+        assert [each[key] for each in found] == pytest.approx([each[key] for each in given], rel=1e-5), key
+
+
+@pytest.mark.slow
 def test_steps_are_computed_again_with_the_teacher_of_the_run_alone(tmp_path, teacher):
     launch(tmp_path, f"{TAUGHT} 3 --distillation.teacher {teacher} --metrics.fingerprint true")
     run_script(tmp_path, "reproduce.py", "run", "--write", "run.json")
