@@ -13,12 +13,12 @@ from configs.load import load
 from configs.reading.keys import find, flat, key_path
 from parallelisms.torch_internals import has_zero_bubble
 from scripts import parity, parity_random, rank_pool
-from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, run_random, shrunk
+from scripts.parity_random import FLOAT64, WRITTEN, Draw, Outcome, attempt, draw, run_random, shrunk
 from scripts.parity_rows import words
 from scripts.rank_pool import RankLost
 from tests.conftest import ROOT
 from tests.hf_families import NEEDS_TRANSFORMERS
-from trainer import average, step
+from trainer import average, step, teacher
 
 CONFIG = "parity.toml"
 SCHEDULES = ("interleaved_1f1b", "zero_bubble_v") if has_zero_bubble() else ("interleaved_1f1b",)
@@ -81,7 +81,8 @@ def test_no_draw_in_float64_enlarges_rounding():
 def test_a_draw_is_repeated_by_its_command(monkeypatch):
     tried = []
     monkeypatch.setattr(parity, "run_one", lambda config, drawn: tried.append((config, drawn)) or 0)
-    drawn = next(d for d in (draw(1, number) for number in range(100)) if d.move_at and d.evaluate_at and d.stages)
+    draws = (draw(1, number) for number in range(1000))
+    drawn = next(d for d in draws if d.move_at and d.evaluate_at and d.stages and d.teacher)
     _python, _script, *arguments = shlex.split(drawn.command(CONFIG))
     parity.main(arguments)
     ((config, repeated),) = tried
@@ -89,6 +90,7 @@ def test_a_draw_is_repeated_by_its_command(monkeypatch):
     assert words(repeated.keys) == words(drawn.keys)
     assert words(repeated.moved) == words(drawn.moved)
     assert repeated.stages == drawn.stages
+    assert words(repeated.teacher) == words(drawn.teacher)
     assert (repeated.ranks, repeated.evaluate_at, repeated.move_at) == (drawn.ranks, drawn.evaluate_at, drawn.move_at)
 
 
@@ -133,7 +135,7 @@ def test_every_axis_and_technique_is_drawn():
 def test_every_key_that_is_drawn_is_a_key():
     """A draw with another one would be refused, and prove nothing."""
     drawn = [draw(3, number) for number in range(400)]
-    names = {name for each in drawn for name in (*each.keys, *each.moved)}
+    names = {name for each in drawn for name in (*each.keys, *each.moved, *each.teacher)}
     names |= {path for each in drawn for stage in each.stages for path in flat(tomli.loads(f"x = {stage}")["x"])}
     assert [name for name in sorted(names - {"at_step"}) if find(key_path(name)) is None] == []
 
@@ -177,6 +179,32 @@ def test_a_job_that_moves_takes_the_load_of_its_experts_with_it(ranks):
     run |= {"model.router.auxiliary_loss_over": "global_batch", "model.router.auxiliary_loss_weight": 0.5}
     drawn = Draw(2, run | {"mesh.dp_shard": 2}, move_at=1, moved={"mesh.ep": 2})
     assert attempt(Pool(ranks), CONFIG, drawn) == Outcome()
+
+
+TAUGHT = Draw(
+    2,
+    FLOAT64
+    | {"training.steps": 2, "training.seq_len": 16, "model.n_layers": 2, "model.vocab_size": 64, "mesh.tp": 2}
+    | {"distillation.teacher": WRITTEN, "distillation.weight": 0.5, "distillation.temperature": 2.0},
+    teacher={"model.dim": 16, "model.n_layers": 2, "model.vocab_size": 64, "model.init_std": 0.2, "training.seed": 3},
+)
+
+
+def with_less_of_a_lesson(function, *arguments):
+    """On a rank: as if a teacher counted for a hundredth less."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = teacher.Divergence
+        less = lambda states, settings, record: made(  # noqa: E731
+            states, settings.model_copy(update={"weight": settings.weight * 0.99}), record
+        )
+        patch.setattr(teacher, "Divergence", less)
+        return function(*arguments)
+
+
+@pytest.mark.slow
+def test_a_draw_with_a_teacher_is_right_and_a_wrong_lesson_is_found(ranks):
+    assert attempt(Pool(ranks), CONFIG, TAUGHT) == Outcome()
+    assert "from the reference: loss" in attempt(Pool(ranks, with_less_of_a_lesson), CONFIG, TAUGHT).fault
 
 
 STAGED = Draw(
