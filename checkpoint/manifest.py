@@ -43,6 +43,8 @@ class Damaged(UserError):
 
     reason = ""
     """What is wrong, without the checkpoint's name and the remedy."""
+    which = ""
+    """The checkpoint and what is wrong, without the remedy."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,11 @@ def config_hash(config: dict[str, Any]) -> str:
 
 def damaged(folder: Path, reason: str) -> Damaged:
     """Create the error for a checkpoint that must not be loaded."""
-    which = "checkpoint.load or checkpoint.go_back of a job, --step or --at of a command"
-    remedy = f"move it away, or choose another ({which})"
-    error = Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
+    keys = "checkpoint.load or checkpoint.go_back of a job, --step or --at of a command"
+    which = f"checkpoint {folder} is damaged: {reason}"
+    error = Damaged(f"{which}; move it away, or choose another ({keys})")
     error.reason = reason
+    error.which = which
     return error
 
 

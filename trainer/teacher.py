@@ -5,7 +5,8 @@ before the model does; the loss then multiplies its last hidden states by its he
 pipeline, the teacher's forward passes of a step's micro-batches come before the model's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from checkpoint.export.model_files import model_of
 from checkpoint.find import find_checkpoint
-from checkpoint.manifest import read_manifest, seal_of
+from checkpoint.manifest import Damaged, read_manifest, seal_of
 from checkpoint.reader import Description, Log, Reader
 from configs.checks import check
 from configs.errors import ConfigError, UserError
@@ -213,15 +214,24 @@ def told_teacher(teacher: str) -> Json:
         UserError: there is no checkpoint, or it can't be read.
     """
     source = standing_for(teacher)
-    try:
+    with _named_in_errors():
         checkpoint = find_checkpoint(source)
+        inside = checkpoint.relative_to(source).as_posix()
+        place = teacher if inside == "." else f"{teacher.rstrip('/')}/{inside}"
+        manifest = read_manifest(checkpoint)
+        model = model_of(manifest, checkpoint).model_dump(mode="json")
+        return [place, seal_of(checkpoint), manifest.tokenizer_hash, model]
+
+
+@contextmanager
+def _named_in_errors() -> Iterator[None]:
+    """Say by which key a checkpoint is named that can't be read: those of the run itself are whole."""
+    try:
+        yield
+    except Damaged as error:
+        raise UserError(f"distillation.teacher: {error.which}; name another checkpoint") from None
     except UserError as error:
         raise UserError(f"distillation.teacher: {error}") from None
-    inside = checkpoint.relative_to(source).as_posix()
-    place = teacher if inside == "." else f"{teacher.rstrip('/')}/{inside}"
-    manifest = read_manifest(checkpoint)
-    model = model_of(manifest, checkpoint).model_dump(mode="json")
-    return [place, seal_of(checkpoint), manifest.tokenizer_hash, model]
 
 
 def know_teacher(teacher: str, told: Json) -> None:
@@ -254,4 +264,5 @@ def _load(job: Config, stages: Mapping[int, nn.Module], mesh: Mesh) -> None:
     tensors = {name: tensor for stage in stages.values() for name, tensor in model_tensors(stage)}
     everyone = dist.group.WORLD
     assert everyone is not None
-    Reader(nothing, job.checkpoint, run, Log(), everyone).load(tensors)
+    with _named_in_errors():
+        Reader(nothing, job.checkpoint, run, Log(), everyone).load(tensors)

@@ -49,6 +49,21 @@ def test_what_another_teacher_would_do_is_refused(tmp_path, teacher):
     assert "which does not fit mesh.tp: tp 2 does not divide" in found.said
 
 
+def test_a_damaged_teacher_is_named_by_its_key(tmp_path, teacher):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    checkpoint = tmp_path / "teacher" / "checkpoints" / "step-00000005"
+    (file,) = checkpoint.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for name, reason in ((file.name, "has changed since"), ("MANIFEST.json", "")):
+        found = launch(tmp_path, f"{TAUGHT} 4 --distillation.teacher teacher", expect=1 if reason else 78)
+        said = f"distillation.teacher: checkpoint teacher/checkpoints/step-00000005 is damaged: {name} {reason}"
+        assert said in found.said
+        assert "checkpoint.load" not in found.said
+        (checkpoint / "MANIFEST.json").write_text("{}")
+
+
 def test_a_fork_changes_the_teacher_and_says_so(tmp_path, teacher):
     launch(tmp_path, f"{TAUGHT} 3 --distillation.teacher {teacher}")
     older = str(teacher / "checkpoints" / "step-00000003")
