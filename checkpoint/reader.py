@@ -235,7 +235,10 @@ class Reader:
         if manifest.tokenizer_hash != self.run.tokenizer_hash:
             changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
         if manifest.teacher != self.run.teacher:
-            changes.append(f"checkpoint of distillation.teacher: {manifest.teacher} -> {self.run.teacher}")
+            changes.append(
+                f"checkpoint of distillation.teacher: {manifest.teacher} -> {self.run.teacher} (of a run that went on, "
+                "name the checkpoint instead)"
+            )
         return replace(found, changes=[RunChange(manifest.step, changes)] if changes else [])
 
     def _load(self, found: Found, state: State) -> None:

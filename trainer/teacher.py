@@ -32,10 +32,12 @@ from configs.schema import (
     Expert,
     Float8,
     Fsdp,
+    HfModel,
     Optimizer,
     table_of_model,
 )
 from configs.table import with_keys
+from models.hf.family import without_training
 from parallelisms.fsdp import finish_gathers, freeze, keep_head
 from parallelisms.init import allocate
 from parallelisms.mesh import Mesh
@@ -157,6 +159,8 @@ def teacher_job(config: Config) -> Config:
             f"{config.model.vocab_size}; both must give probabilities of the same tokens, so choose a teacher with "
             "this vocabulary, or set model.vocab_size and the tokenizer to its own"
         )
+    if isinstance(model, HfModel):  # it may have dropout: it is not trained
+        model = without_training(model)
     forward_only = {
         "model": model,
         "optimizer": Optimizer(lr=1.0),

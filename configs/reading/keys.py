@@ -201,6 +201,8 @@ def nearest(name: str) -> str | None:
     keys = {key.rpartition(".")[2]: key for key in reversed(schema_keys())}
     keys |= {key.rpartition(".")[2]: key for key in schema_keys() if key.rpartition(".")[0] == table}
     own = [word for word, key in keys.items() if key.rpartition(".")[0] == table]
+    if swapped := [word for word in own if sorted(word) == sorted(leaf)]:  # dmi for dim is no near spelling
+        return keys[swapped[0]]
     # The table says more than a letter or two: model.delta.heads is model.delta.key_heads rather than model.n_heads.
     for words, cutoff in ((keys, 0.9), (own, 0.7), (keys, 0.78)):
         if near := difflib.get_close_matches(leaf, words, 1, cutoff):

@@ -1,5 +1,6 @@
 """Builds a family of `transformers`, and checks that it can be trained as it is."""
 
+import json
 import re
 from typing import Any
 
@@ -20,13 +21,7 @@ def built(config: HfModel) -> Any:
     Raises:
         ConfigError: transformers cannot build it, or Keel cannot train it as it is.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f'model.architecture is "hf", but transformers cannot be imported ({error}): pip install '
-            "'transformers>=5.17'"
-        ) from None
+    transformers = _transformers()
     fields = dict(config.fields)
     kind = fields.pop("model_type")
     try:
@@ -39,6 +34,17 @@ def built(config: HfModel) -> Any:
     except Exception as error:  # whatever the family's code makes of a wrong config
         reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 1000)
         raise ConfigError(f"transformers cannot build this {kind} (model.hf, model.hf_overrides): {reason}") from None
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f'model.architecture is "hf", but transformers cannot be imported ({error}): pip install '
+            "'transformers>=5.17'"
+        ) from None
+    return transformers
 
 
 def _require_trainable(family: Any) -> None:
@@ -61,6 +67,22 @@ def _require_trainable(family: Any) -> None:
                 f"{name} asks for the auxiliary loss of the routers, which Keel does not add for this architecture; "
                 f"set model.hf_overrides.{name} = false"
             )
+
+
+def without_training(config: HfModel) -> HfModel:
+    """The same model without what is only for training: dropout, jitter and the routers' own loss."""
+    fields = dict(config.fields)
+    kind = fields.pop("model_type")
+    mapping = _transformers().CONFIG_MAPPING
+    if kind not in mapping:
+        return config  # which is said when it is built
+    described = mapping[kind].from_dict(fields).to_dict()
+    rates = {name: 0.0 for name, value in described.items() if _RATES.search(name) and isinstance(value, float)}
+    losses = {name: False for name in _ROUTER_LOSSES if fields.get(name)}
+    changed = {name: value for name, value in (rates | losses).items() if described.get(name)}
+    if not changed:
+        return config
+    return config.model_copy(update={"hf_config": json.dumps({**config.fields, **changed}, sort_keys=True)})
 
 
 def _drops(module: nn.Module) -> bool:

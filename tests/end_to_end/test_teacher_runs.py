@@ -49,6 +49,7 @@ def test_what_another_teacher_would_do_is_refused(tmp_path, teacher):
     assert "which does not fit mesh.tp: tp 2 does not divide" in found.said
 
 
+@pytest.mark.slow
 def test_a_damaged_teacher_is_named_by_its_key(tmp_path, teacher):
     shutil.copytree(teacher, tmp_path / "teacher")
     checkpoint = tmp_path / "teacher" / "checkpoints" / "step-00000005"
@@ -109,6 +110,27 @@ def test_without_its_teacher_a_run_is_scored(tmp_path, teacher):
     found = run_script(tmp_path, "score.py", "run")
     assert found.code == 0, found.err
     assert f"loss {validated[-1]:.5f} on 4 validation sequences" in found.out
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.slow
+def test_a_teacher_may_have_dropout_which_it_does_not_use(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "with")
+    shutil.copytree(tmp_path / "with", tmp_path / "without")
+    config = json.loads((tmp_path / "with" / "config.json").read_text())
+    rates = {name: 0.0 for name in config if name.endswith("pdrop")}
+    assert all(config[name] > 0 for name in rates)
+    (tmp_path / "without" / "config.json").write_text(json.dumps(config | rates))
+    found = []
+    for name in ("with", "without"):
+        assert run_script(tmp_path, "import_hf.py", name, f"of_{name}", "--as-it-is").code == 0
+        launch(tmp_path, f"{TAUGHT} 2 --distillation.teacher of_{name} --job.output_dir taught_{name}")
+        found.append([each["distillation_loss"] for each in records(tmp_path / f"taught_{name}")])
+    assert found[0] == found[1]
+    assert min(found[0]) > 0
 
 
 PHI = {"model_type": "phi", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

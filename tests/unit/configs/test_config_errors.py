@@ -50,6 +50,7 @@ def mistakes(text, *overrides, world_size=None):
             '[model]\nlayers = ["delta", "ful"]',
             'job.toml:3: model.layers must be a list of strings, each "delta" | "full", got ["delta", "ful"]',
         ),
+        ("[model]\ndmi = 1", "job.toml:3: unknown key model.dmi; did you mean model.dim?"),
         ("[model]\nhidden_size = 1", "job.toml:3: unknown key model.hidden_size; did you mean model.dim?"),
         ("steps = 1", "job.toml:2: unknown key steps; did you mean training.steps?"),
         ("[mesh]\nTP = 1", "job.toml:3: unknown key mesh.TP; did you mean mesh.tp?"),
