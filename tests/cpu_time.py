@@ -15,9 +15,10 @@ import pytest
 
 LIMIT_SECONDS = 3.0
 """What a case without a mark may take (CONTRIBUTING.md)."""
-TOLERANCE = 8.0
+TOLERANCE = 12.0
 """A case fails above `LIMIT_SECONDS` times this: on cores that several processes share, a case takes two to four times
-its CPU time, and the first case of a process imports, compiles and traces for those after it."""
+its CPU time, on some machines twice that, and the first case of a process imports, compiles and traces for those after
+it."""
 
 UNLIMITED = "KEEL_TESTS_UNLIMITED"
 """The environment variable that turns the limit off: marks are decided with the newest torch, not with the oldest."""
