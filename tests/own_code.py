@@ -9,6 +9,7 @@ FILES = {
     '"""GPT-2 (': "my_model.py",
     '"""GPT-2 with a mixture': "my_mixture.py",
     'base = "debug.toml"': "my_model.toml",
+    'base = "my_model.toml"': "my_mixture.toml",
     '"""SGD with momentum': "my_rule.py",
     "def parabola": "my_schedule.py",
     "def with_z_loss": "my_loss.py",

@@ -230,9 +230,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel prove my_model.toml": "keel prove my_model.toml --axes fsdp --ranks 2",
     "keel prove my_model:GPT2": "keel prove my_model:GPT2 --axes fsdp --ranks 2 --model.options.vocab_size 128"
     " --model.options.dim 32 --model.options.n_layers 2 --model.options.ffn_dim 64",
-    "keel prove my_model.toml --model.architecture my_mixture:MixtureGPT2 --ranks 2 --axes ep,tp": (
-        "keel prove my_model.toml --model.architecture my_mixture:MixtureGPT2 --ranks 2 --axes ep"
-    ),
+    "keel prove my_mixture.toml --ranks 2 --axes ep,tp": "keel prove my_mixture.toml --ranks 2 --axes ep",
+    "keel train my_mixture.toml --ranks 2 --mesh.ep 2": "keel train my_mixture.toml --ranks 2 --mesh.ep 2"
+    f" --training.steps 2 {BATCH}",
     "keel train my_model.toml --ranks 2 --mesh.tp 2": "keel train my_model.toml --ranks 2 --mesh.tp 2"
     f" --training.steps 2 {BATCH}",
     'keel sample runs/my_model "def main(" --model.architecture my_model:GPT2': "keel sample runs/my_model"
@@ -403,6 +403,11 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         "",
         "",
         "mv configs/{job} my_model.toml && python train.py --config my_model.toml --validate",
+    ),
+    'architecture = "my_mixture:MixtureGPT2"': (
+        "",
+        "",
+        "mv configs/{job} my_mixture.toml && python train.py --config my_mixture.toml --validate",
     ),
     'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
     'name = "chat"': ("", "", "python train.py --config {job} --validate"),
