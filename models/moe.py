@@ -192,8 +192,8 @@ class Experts(nn.Module):
         super().__init__()
         self.n_experts = n_experts
         self.activation = activation
-        gates = torch.empty(n_experts, inner_dim, dim)
-        self.gate_proj = nn.Parameter(gates) if has_gate(activation) else None
+        has_gates = has_gate(activation)
+        self.gate_proj = nn.Parameter(torch.empty(n_experts, inner_dim, dim)) if has_gates else None
         self.up_proj = nn.Parameter(torch.empty(n_experts, inner_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(n_experts, dim, inner_dim))
         self.local: Callable[[Tensor], Tensor] = unchanged

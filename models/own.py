@@ -7,7 +7,7 @@ A model is a module that is called like Keel's own, `model(tokens, positions, do
 plan (docs/own_models.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,14 +111,9 @@ def plan_of_parts(
         raise ValueError(f"no block has a module {experts}, which the plan names as experts")
     roles: dict[str, TensorRole] = {}
     if tensor_parallel is not None:
-        for part, role in tensor_parallel.items():
-            there = [name for name in names if f"{name}.{part}" in modules or f"{name}.{part}" in parameters]
-            # A part that no block has is kept, for the check of names to find.
-            roles |= {f"{name}.{part}": role for name in there or (names if is_whole else ())}
-        for name, module in mixtures.items():
-            roles[name] = "whole_experts"
-            roles |= {f"{name}.{parameter}": role for parameter, role in module.tensor_parallel.items()}
         ends: dict[str, TensorRole] = {before[0]: "whole_embedding", after[-1]: "whole_head"}
+        roles |= _roles_of_blocks(names, {*modules, *parameters}, tensor_parallel, is_whole)
+        roles |= _roles_of_experts(mixtures)
         roles |= {name: role for name, role in ends.items() if name in (*first, *last)}
     return Plan(
         blocks=names,
@@ -140,6 +135,26 @@ def plan_of_parts(
         save_ops=save_ops,
         cannot_split="" if roles else "its plan has no roles of tensor parallelism (tensor_parallel)",
     )
+
+
+def _roles_of_blocks(
+    blocks: Sequence[str], known: Collection[str], tensor_parallel: Mapping[str, TensorRole], is_whole: bool
+) -> dict[str, TensorRole]:
+    """The role of each part in the blocks that have it. One that no block has is kept, for the check of names to find;
+    of a stage, the other stages may have it."""
+    roles: dict[str, TensorRole] = {}
+    for part, role in tensor_parallel.items():
+        there = [block for block in blocks if f"{block}.{part}" in known]
+        roles |= {f"{block}.{part}": role for block in there or (blocks if is_whole else ())}
+    return roles
+
+
+def _roles_of_experts(mixtures: Mapping[str, Experts]) -> dict[str, TensorRole]:
+    roles: dict[str, TensorRole] = {}
+    for name, module in mixtures.items():
+        roles[name] = "whole_experts"
+        roles |= {f"{name}.{parameter}": role for parameter, role in module.tensor_parallel.items()}
+    return roles
 
 
 def _mixtures(

@@ -159,8 +159,6 @@ def teacher_job(config: Config) -> Config:
             f"{config.model.vocab_size}; both must give probabilities of the same tokens, so choose a teacher with "
             "this vocabulary, or set model.vocab_size and the tokenizer to its own"
         )
-    if isinstance(model, HfModel):  # it may have dropout: it is not trained
-        model = without_training(model)
     forward_only = {
         "model": model,
         "optimizer": Optimizer(lr=1.0),
@@ -241,7 +239,10 @@ def _named_in_errors() -> Iterator[None]:
 def know_teacher(teacher: str, told: Json) -> None:
     """Keep what `told_teacher` has returned."""
     place, seal, tokenizer_hash, model = cast(list[Any], told)
-    _KNOWN[teacher] = _Known(place, seal, tokenizer_hash, table_of_model(model).model_validate(model))
+    table = table_of_model(model).model_validate(model)
+    if isinstance(table, HfModel):  # it may have dropout: a teacher is not trained
+        table = without_training(table)
+    _KNOWN[teacher] = _Known(place, seal, tokenizer_hash, table)
 
 
 def require_same_tokens(config: Config, tokenizer_hash: str | None) -> None:
