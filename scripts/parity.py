@@ -13,7 +13,7 @@ between different tp, cp, ep, compilation, or, compiled, activation checkpointin
     python scripts/parity.py --random N --seed S
     python scripts/parity.py --ranks N [--table.key VALUE ...] [--evaluate-at STEP,STEP] [--move-at STEP --moved KEYS]
 
-`--random` tries N jobs and meshes that are drawn over all keys (`parity_random.py`), and prints for each that goes
+`--random` tries N jobs and meshes that are drawn over all keys (`parity_draw.py`), and prints for each that goes
 wrong a command of the second form, which tries that one.
 """
 
@@ -37,7 +37,8 @@ from configs.errors import ConfigError
 from configs.load import find_job_file, load
 from configs.reading.overrides import split_flags, words
 from scripts.command import add_job_argument, end, job_of, not_negative, positive, run_command, without_overrides
-from scripts.parity_random import Draw, require_steps, run_one, run_random
+from scripts.parity_draw import Draw
+from scripts.parity_random import require_steps, run_one, run_random
 from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, can_be_exact, exact, same_bits, table
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from configs.load import load
 from configs.reading.keys import find, flat, key_path
 from parallelisms.torch_internals import has_zero_bubble
 from scripts import parity, parity_random, rank_pool
-from scripts.parity_random import FLOAT64, WRITTEN, Draw, Outcome, attempt, draw, run_random, shrunk
+from scripts.parity_draw import FLOAT64, WRITTEN, Draw, draw
+from scripts.parity_random import Outcome, attempt, run_random, shrunk
 from scripts.parity_rows import words
 from scripts.rank_pool import RankLost
 from tests.conftest import ROOT
